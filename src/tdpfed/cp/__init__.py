@@ -1,0 +1,33 @@
+"""CP (Kruskal) algebra and fitting, on factors ``(..., I_n, R)`` with any leading client dimensions.
+
+``algebra`` holds the exact operations (compose, unfold, MTTKRP, the gradient), ``fit`` what searches for factors (ALS).
+"""
+
+from tdpfed.cp.algebra import (
+    check_factors,
+    check_rank,
+    compose,
+    fold,
+    khatri_rao,
+    mode_dot,
+    mttkrp,
+    residual_grad,
+    unfold,
+)
+from tdpfed.cp.fit import als, balance, decompose, init_factors
+
+__all__ = [
+    "als",
+    "balance",
+    "check_factors",
+    "check_rank",
+    "compose",
+    "decompose",
+    "fold",
+    "init_factors",
+    "khatri_rao",
+    "mode_dot",
+    "mttkrp",
+    "residual_grad",
+    "unfold",
+]

@@ -1,0 +1,200 @@
+"""The exact operations on CP factors ``(..., I_n, R)``: compose, unfold, MTTKRP and the gradient of the residual.
+
+The tensor is ``[[A1, ..., AN]] = sum_r a1_r o ... o aN_r``, shape ``(..., I_1, ..., I_N)`` (section III). Unfoldings
+and Khatri-Rao products are row-major (the last mode varies fastest), so a tensor is cut into "left modes x right modes"
+by a reshape alone. Every MTTKRP of a tensor then comes from two matrix products, one per side of the cut, and a few
+cheap reductions: for a convolution kernel nothing larger than kernel positions x channels x R is ever formed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from tdpfed.errors import TDPFedError
+
+CPU_CHUNK_BYTES = 4 << 20
+"""On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
+
+CONTRACTED_ONE_BY_ONE = 32
+"""A reduction over at most so many positions accumulates in place; a longer one multiplies and sums."""
+
+
+def compose(factors: Sequence[Tensor]) -> Tensor:
+    """Return the tensor ``[[A1, ..., AN]]``, shape ``(..., I_1, ..., I_N)``."""
+    check_factors(factors)
+    cut = _cut(mode_sizes(factors))
+    left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
+    dense = left @ right.mT if cut < len(factors) else left.sum(-1)
+    return dense.reshape(*factors[0].shape[:-2], *mode_sizes(factors))
+
+
+def khatri_rao(factors: Sequence[Tensor]) -> Tensor:
+    """Return the column-wise Kronecker product, shape ``(..., prod I_n, R)``; the last factor's row varies fastest."""
+    product = factors[0]
+    for factor in factors[1:]:
+        product = (product.unsqueeze(-2) * factor.unsqueeze(-3)).flatten(-3, -2)
+    return product
+
+
+def unfold(x: Tensor, mode: int, order: int | None = None) -> Tensor:
+    """Return the mode-``mode`` unfolding ``(..., I_mode, rest)`` of the last ``order`` dimensions (all by default)."""
+    order = _check_mode(x, mode, order)
+    return x.movedim(mode - order, -order).flatten(-order + 1) if order > 1 else x.unsqueeze(-1)
+
+
+def fold(matrix: Tensor, mode: int, shape: Sequence[int]) -> Tensor:
+    """Undo :func:`unfold`: ``(..., I_mode, rest)`` to ``(..., *shape)``."""
+    rest = [size for n, size in enumerate(shape) if n != mode]
+    return matrix.reshape(*matrix.shape[:-2], shape[mode], *rest).movedim(-len(shape), mode - len(shape))
+
+
+def mode_dot(x: Tensor, matrix: Tensor, mode: int, order: int | None = None) -> Tensor:
+    """Return the mode product: ``matrix`` of shape ``(..., J, I_mode)`` applied along mode ``mode`` of ``x``."""
+    order = _check_mode(x, mode, order)
+    shape = [*x.shape[-order:]]
+    shape[mode] = matrix.shape[-2]
+    return fold(matrix @ unfold(x, mode, order), mode, shape)
+
+
+def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
+    """Return ``unfold(theta, mode) @ khatri_rao(all factors but mode)``, shape ``(..., I_mode, R)``."""
+    check_factors(factors, theta)
+    _check_mode(theta, mode, len(factors))
+    side = next(side for side in _sides(factors) if mode in side)
+    return next(product for n, product in _walk(_partial(theta, factors, side), factors, side) if n == mode)
+
+
+def residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of ``1/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
+    check_factors(factors, theta)
+    batch, clients = factors[0].shape[:-2], math.prod(factors[0].shape[:-2])
+    together = _clients_together(theta, factors)
+    if clients <= together:
+        return _residual_grad(theta, factors)
+    theta = theta.reshape(clients, *mode_sizes(factors))
+    factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
+    grads: list[list[Tensor]] = [[] for _ in factors]
+    for start in range(0, clients, together):
+        # The last group reaches back to full size: groups of one size give each client the same bits in any company.
+        begin = min(start, clients - together)
+        group = slice(begin, begin + together)
+        for done, grad in zip(grads, _residual_grad(theta[group], [factor[group] for factor in factors]), strict=True):
+            done.append(grad[start - begin :])
+    return [torch.cat(done).reshape(*batch, *done[0].shape[1:]) for done in grads]
+
+
+def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(n, MTTKRP_n)`` for every mode in order, sharing contractions between modes.
+
+    ``factors`` is read anew at each step: a caller that replaces a factor in between gets alternating updates (ALS),
+    one that does not gets all products at the same point (the gradient).
+    """
+    for side in _sides(factors):
+        yield from _walk(_partial(theta, factors, side), factors, side)
+
+
+def hadamard_of_others(grams: Sequence[Tensor], n: int) -> Tensor:
+    """Return the paper's ``V_n``: the elementwise product of all Gram matrices but the n-th."""
+    others = [gram for m, gram in enumerate(grams) if m != n]
+    return reduce(torch.mul, others) if others else torch.ones_like(grams[n])
+
+
+def mode_sizes(factors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return ``(I_1, ..., I_N)``."""
+    return tuple(factor.shape[-2] for factor in factors)
+
+
+def check_rank(rank: int, name: str = "rank") -> None:
+    """Refuse a rank that is no whole number of at least 1."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise TDPFedError(f"{name}: {rank!r} given, a rank must be a whole number of at least 1")
+
+
+def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> None:
+    """Refuse factors whose ranks or batch dimensions disagree, among themselves or with ``theta``."""
+    if not factors:
+        raise TDPFedError("factors: none given, at least one is needed")
+    for n, factor in enumerate(factors, 1):
+        if factor.ndim < 2:
+            raise TDPFedError(f"factor A{n}: shape {tuple(factor.shape)} given, must be (..., I_{n}, R)")
+        if factor.shape[-1] != factors[0].shape[-1]:
+            raise TDPFedError(
+                f"factor A{n}: rank {factor.shape[-1]} given, must equal A1's rank {factors[0].shape[-1]}"
+            )
+        if factor.shape[:-2] != factors[0].shape[:-2]:
+            given, first = tuple(factor.shape[:-2]), tuple(factors[0].shape[:-2])
+            raise TDPFedError(f"factor A{n}: leading dimensions {given} given, must equal A1's {first}")
+    if theta is not None:
+        expected = (*factors[0].shape[:-2], *mode_sizes(factors))
+        if tuple(theta.shape) != expected:
+            raise TDPFedError(f"theta: shape {tuple(theta.shape)} given, the factors compose to {expected}")
+
+
+def _residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
+    grams = [factor.mT @ factor for factor in factors]
+    return [factors[n] @ hadamard_of_others(grams, n) - product for n, product in sweep(theta, factors)]
+
+
+def _cut(sizes: Sequence[int]) -> int:
+    """Return how many modes stand left of the cut that makes its two sides smallest; neither is empty from order 2."""
+    cuts = range(1, len(sizes)) if len(sizes) > 1 else [1]
+    return min(cuts, key=lambda cut: math.prod(sizes[:cut]) + math.prod(sizes[cut:]))
+
+
+def _sides(factors: Sequence[Tensor]) -> list[range]:
+    cut = _cut(mode_sizes(factors))
+    return [side for side in (range(cut), range(cut, len(factors))) if side]
+
+
+def _partial(theta: Tensor, factors: Sequence[Tensor], side: range) -> Tensor:
+    """Contract all modes outside ``side`` by one matrix product, to ``(..., product of the side's sizes, R)``."""
+    sizes = mode_sizes(factors)
+    if len(side) == len(sizes):
+        return theta.unsqueeze(-1).expand(*theta.shape, factors[0].shape[-1])
+    left = side.start == 0
+    cut = side.stop if left else side.start
+    matrix = theta.reshape(*theta.shape[: -len(sizes)], math.prod(sizes[:cut]), math.prod(sizes[cut:]))
+    return matrix @ khatri_rao(factors[cut:]) if left else matrix.mT @ khatri_rao(factors[:cut])
+
+
+def _walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tuple[int, Tensor]]:
+    """Yield the products of ``side``'s modes, given ``partial`` with all other modes contracted."""
+    if len(side) == 1:
+        yield side.start, partial
+        return
+    first, rest = side.start, side[1:]
+    partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
+    yield first, _contract(partial, khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2)
+    yield from _walk(_contract(partial, factors[first].unsqueeze(-2), -3), factors, rest)
+
+
+def _contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Return ``(partial * other).sum(dim)``, over few positions without the product's memory."""
+    if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:
+        return (partial * other).sum(dim)
+    steps = zip(partial.unbind(dim), other.unbind(dim), strict=True)
+    first, factor = next(steps)
+    total = first * factor
+    for position, factor in steps:
+        total = torch.addcmul(total, position, factor)
+    return total
+
+
+def _clients_together(theta: Tensor, factors: Sequence[Tensor]) -> int:
+    if theta.device.type != "cpu":
+        return max(1, theta.numel())
+    sizes = mode_sizes(factors)
+    larger = max(math.prod(sizes[side.start : side.stop]) for side in _sides(factors))
+    return max(1, CPU_CHUNK_BYTES // (larger * factors[0].shape[-1] * theta.element_size()))
+
+
+def _check_mode(x: Tensor, mode: int, order: int | None) -> int:
+    order = x.ndim if order is None else order
+    if not 1 <= order <= x.ndim:
+        raise TDPFedError(f"order: {order} given, must be 1 to {x.ndim} for a tensor of shape {tuple(x.shape)}")
+    if not 0 <= mode < order:
+        raise TDPFedError(f"mode: {mode} given, must be 0 to {order - 1}")
+    return order

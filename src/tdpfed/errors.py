@@ -1,0 +1,20 @@
+"""The one exception this package raises for bad input.
+
+Its message names the field, the value that was given and what is allowed. The command line prints it and exits with 2;
+anything else that reaches the top is a bug and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class TDPFedError(ValueError):
+    """Bad input: a field, its value and what is allowed."""
+
+
+def unknown(field: str, value: object, allowed: Iterable[str]) -> TDPFedError:
+    """Return the error for a name outside ``allowed``, with the nearest name as a suggestion."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ";"
+    return TDPFedError(f"{field}: unknown {value!r}{hint} Allowed: {', '.join(names)}")

@@ -1,0 +1,118 @@
+"""A layout says which slice of a flat vector is which named parameter.
+
+The state of a model is one tensor ``(P,)``, that of K clients ``(K, P)``; a layout turns it into named tensors and back
+without a copy. It is made from names and shapes alone, and its hash tells whether two sides mean the same vector.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from tdpfed.errors import TDPFedError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes of the parameters in a flat vector, in order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        doubled = (
+            sorted({name for name in self.names if self.names.count(name) > 1})
+            if len(set(self.names)) < len(self.names)
+            else []
+        )
+        if doubled:
+            raise TDPFedError(f"layout: the name {doubled[0]!r} appears more than once, names must be unique")
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if any(size < 1 for size in shape):
+                raise TDPFedError(f"layout: {name!r} has shape {shape}, every dimension must be at least 1")
+
+    @classmethod
+    def of(cls, source: "nn.Module | Mapping[str, Tensor | Sequence[int]]") -> "Layout":
+        """Make the layout of a module's parameters, or of a dict of tensors or shapes."""
+        if isinstance(source, nn.Module):
+            refuse_running_statistics(source)
+            source = dict(source.named_parameters())
+        shapes = {
+            name: tuple(value.shape) if isinstance(value, Tensor) else tuple(value) for name, value in source.items()
+        }
+        if not shapes:
+            raise TDPFedError("layout: no parameters given, at least one is needed")
+        return cls(tuple(shapes), tuple(shapes.values()))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Number of values of each parameter."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @cached_property
+    def size(self) -> int:
+        """Length P of the flat vector."""
+        return sum(self.sizes)
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in the flat vector."""
+        ends = [sum(self.sizes[: n + 1]) for n in range(len(self.sizes))]
+        return {name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over names and shapes, as hex."""
+        return hashlib.sha256(json.dumps([self.names, self.shapes]).encode()).hexdigest()
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return the parameters of ``flat`` ``(..., P)`` as views ``(..., *shape)``, in order."""
+        if flat.shape[-1:] != (self.size,):
+            raise TDPFedError(f"flat vector: shape {tuple(flat.shape)} given, the last dimension must be {self.size}")
+        # One split, not a slice per parameter: its backward is one concatenation.
+        parts = torch.split(flat, self.sizes, dim=-1)
+        return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors ``(..., *shape)``, given in order, as one flat tensor ``(..., P)``."""
+        return torch.cat(
+            [
+                tensor.reshape(*tensor.shape[: tensor.ndim - len(shape)], -1)
+                for tensor, shape in zip(tensors, self.shapes, strict=True)
+            ],
+            dim=-1,
+        )
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return ``flat`` ``(..., P)`` as named views ``(..., *shape)``."""
+        return dict(zip(self.names, self.split(flat), strict=True))
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return named tensors ``(..., *shape)`` as one flat tensor ``(..., P)``; names and shapes must match."""
+        missing, extra = set(self.names) - set(tensors), set(tensors) - set(self.names)
+        if missing or extra:
+            raise TDPFedError(f"flatten: missing {sorted(missing)}, not in the layout {sorted(extra)}")
+        batch: tuple[int, ...] | None = None
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            given = tuple(tensors[name].shape)
+            lead = given[: len(given) - len(shape)]
+            if given[len(lead) :] != shape or (batch is not None and lead != batch):
+                expected = (*(("...",) if batch is None else batch), *shape)
+                raise TDPFedError(f"flatten: {name!r} has shape {given}, must be {expected}")
+            batch = lead
+        return self.join([tensors[name] for name in self.names])
+
+
+def refuse_running_statistics(module: nn.Module) -> None:
+    """Refuse layers that change buffers in ``forward``: their state is no parameter and cannot be averaged soundly."""
+    for name, layer in module.named_modules():
+        if getattr(layer, "track_running_stats", False):
+            raise TDPFedError(
+                f"model: layer {name or '(the model itself)'!r} is a {type(layer).__name__} with running statistics, "
+                "which are not supported; use nn.GroupNorm or nn.LayerNorm instead"
+            )

@@ -1,0 +1,272 @@
+"""Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I) and a few friends.
+
+Each is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So each runs unchanged under
+``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``.
+"""
+
+import importlib
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from operator import attrgetter, index
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tdpfed.errors import TDPFedError, unknown
+
+__all__ = ["MODELS", "ModelEntry", "build", "from_spec"]
+
+Shape = tuple[int, ...]
+Factory = Callable[[Shape, int], nn.Module]
+
+
+def build(
+    name: str, input_shape: Sequence[int] | None = None, classes: int | None = None, *, seed: int | None = None
+) -> nn.Module:
+    """Return a new model that maps ``(B, *input_shape)`` to logits ``(B, classes)``.
+
+    With a seed the weights are drawn on the CPU from that seed alone, and torch's generators stay as they were.
+    """
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    entry = MODELS[name]
+    shape, classes = _checked(
+        name, entry.input_shape if input_shape is None else input_shape, entry.classes if classes is None else classes
+    )
+    with _seeded(seed):
+        return entry.factory(shape, classes)
+
+
+def from_spec(
+    spec: str, input_shape: Sequence[int] | None = None, classes: int | None = None, *, seed: int | None = None
+) -> nn.Module:
+    """Return ``build(spec, ...)``, or for ``"package.module:factory"`` what the user's own factory makes.
+
+    The factory is called as ``factory(input_shape, classes)`` where both are given and it accepts two positional
+    arguments, else as ``factory()``; under the seed, as in :func:`build`.
+    """
+    if ":" not in spec:
+        return build(spec, input_shape, classes, seed=seed)
+    module, _, attribute = spec.partition(":")
+    rule = (
+        "Allowed: 'package.module:factory', where factory(input_shape, classes) or factory() returns a torch.nn.Module"
+    )
+    try:
+        factory = attrgetter(attribute)(importlib.import_module(module))
+        known = input_shape is not None and classes is not None
+        with _seeded(seed):
+            model = factory(tuple(input_shape or ()), classes) if known and _accepts_two(factory) else factory()
+    except Exception as error:  # the user's own code may raise anything
+        raise TDPFedError(f"model: {spec!r} failed ({type(error).__name__}: {error}). {rule}") from error
+    if not isinstance(model, nn.Module):
+        raise TDPFedError(f"model: {spec!r} returned a {type(model).__name__}. {rule}")
+    return model
+
+
+def _accepts_two(factory: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(factory).bind(None, None)
+    except (TypeError, ValueError):  # another arity; no signature to ask
+        return False
+    return True
+
+
+def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape, int]:
+    """Return shape and classes as plain integers; refuse what the model cannot take."""
+    least = MODELS[name].least_side
+    rule = "sizes of at least 1" if least is None else f"(channels, height, width), height and width at least {least}"
+    try:
+        shape = tuple(index(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    fits = len(shape) > 0 if least is None else len(shape) == 3 and min(shape[1:]) >= least
+    if not fits or min(shape) < 1:
+        raise TDPFedError(f"input_shape: {input_shape!r} does not fit {name}. Allowed: {rule}")
+    if classes < 2 or classes != int(classes):
+        raise TDPFedError(f"classes: {classes!r}. Allowed: a whole number of at least 2")
+    return shape, int(classes)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Draw on the CPU from ``seed`` and put the generator back after; without a seed change nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        yield
+
+
+def _chain(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
+
+
+def _perceptron(*hidden: int) -> Factory:
+    """Return the factory of linear layers ``fc1, fc2, ...`` with ReLU between; the input is flattened."""
+
+    def factory(shape: Shape, classes: int) -> nn.Module:
+        return _chain(**_linear_layers(math.prod(shape), *hidden, classes))
+
+    return factory
+
+
+def _linear_layers(*sizes: int) -> dict[str, nn.Module]:
+    layers: dict[str, nn.Module] = {"flatten": nn.Flatten()}
+    for i, (inputs, outputs) in enumerate(pairwise(sizes), start=1):
+        if i > 1:
+            layers[f"fc{i - 1}_relu"] = nn.ReLU()
+        layers[f"fc{i}"] = nn.Linear(inputs, outputs)
+    return layers
+
+
+def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int]) -> Factory:
+    """Return the factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, and linear layers after them."""
+
+    def factory(shape: Shape, classes: int) -> nn.Module:
+        channels, height, width = shape
+        layers: dict[str, nn.Module] = {}
+        for i, (inputs, outputs) in enumerate(pairwise((channels, *widths)), start=1):
+            layers[f"conv{i}"] = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
+            layers[f"conv{i}_relu"] = nn.ReLU()
+            layers[f"conv{i}_pool"] = nn.MaxPool2d(2)
+        shrink = 2 ** len(widths)
+        features = widths[-1] * (height // shrink) * (width // shrink)
+        return _chain(**layers, **_linear_layers(features, *hidden, classes))
+
+    return factory
+
+
+def _vgg8(shape: Shape, classes: int) -> nn.Module:
+    """The paper's VGG8, with weights of variance 1/fan_in: He's 2/fan_in diverges at the paper's learning rates."""
+    model = _convnet((32, 64, 128, 256, 256), 3, (256, 256))(shape, classes)
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            nn.init.kaiming_normal_(parameter, nonlinearity="linear")
+        else:
+            nn.init.zeros_(parameter)
+    return model
+
+
+def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
+    """A convolution without bias and GroupNorm in eight groups."""
+    conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+    return _chain(conv=conv, norm=nn.GroupNorm(8, outputs))
+
+
+class _ResidualBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut, which is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = _conv_norm(inputs, outputs, 3, stride)
+        self.second = _conv_norm(outputs, outputs, 3, 1)
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else _conv_norm(inputs, outputs, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x))) + self.shortcut(x))
+
+
+def _resnet(widths: Sequence[int], depth: int) -> Factory:
+    """Return the factory of a CIFAR-style ResNet: 3x3 stem, ``depth`` blocks per stage, each later stage halved."""
+
+    def factory(shape: Shape, classes: int) -> nn.Module:
+        blocks: dict[str, nn.Module] = {}
+        inputs = widths[0]
+        for stage, outputs in enumerate(widths, start=1):
+            for block in range(1, depth + 1):
+                stride = 2 if stage > 1 and block == 1 else 1
+                blocks[f"stage{stage}_block{block}"] = _ResidualBlock(inputs, outputs, stride)
+                inputs = outputs
+        return _chain(
+            stem=_conv_norm(shape[0], widths[0], 3, 1),
+            relu=nn.ReLU(),
+            **blocks,
+            pool=nn.AdaptiveAvgPool2d(1),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(inputs, classes),
+        )
+
+    return factory
+
+
+class _TransformerBlock(nn.Module):
+    """Multi-head self-attention and an MLP over tokens ``(B, T, width)``, each normed before and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = _chain(fc1=nn.Linear(width, 2 * width), gelu=nn.GELU(), fc2=nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads)
+        attention = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
+        x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
+        return torch.add(x, self.mlp(self.norm2(x)))
+
+
+class _Transformer(nn.Module):
+    """Patches, linear embedding and learned positions, two blocks, mean over tokens, linear head."""
+
+    def __init__(self, shape: Shape, classes: int, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        channels, *sides = shape
+        self.grid = tuple((side // _patch(side), _patch(side)) for side in sides)  # per side: patches, their size
+        (rows, p), (columns, q) = self.grid
+        if rows * columns < 2:
+            rule = "a height or width that is no prime, to be cut into patches"
+            raise TDPFedError(f"input_shape: {shape!r} does not fit transformer. Allowed: {rule}")
+        self.embed = nn.Linear(channels * p * q, width)
+        self.position = nn.Parameter(0.02 * torch.randn(rows * columns, width))
+        self.block1 = _TransformerBlock(width, heads)
+        self.block2 = _TransformerBlock(width, heads)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (rows, p), (columns, q) = self.grid
+        x = x.reshape(*x.shape[:2], rows, p, columns, q)
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        x = self.block2(self.block1(self.embed(x) + self.position))
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits
+
+
+def _patch(side: int) -> int:
+    """Return the smallest divisor of ``side``, from 2 up, that leaves at most eight patches; 32 and 28 give 4."""
+    return next((p for p in range(2, side) if side % p == 0 and side <= 8 * p), side)
+
+
+class ModelEntry(NamedTuple):
+    """A factory ``(input_shape, classes) -> module``, its defaults and the least image side (None: any shape)."""
+
+    factory: Factory
+    input_shape: Shape
+    classes: int
+    least_side: int | None
+
+
+MODELS: Mapping[str, ModelEntry] = MappingProxyType(
+    {
+        "logistic": ModelEntry(_perceptron(), (60,), 10, None),
+        "dnn": ModelEntry(_perceptron(100), (1, 28, 28), 10, None),
+        "lenet": ModelEntry(_convnet((6, 16), 5, (120, 84)), (1, 28, 28), 10, 4),
+        "vgg8": ModelEntry(_vgg8, (3, 32, 32), 10, 32),
+        "resnet8": ModelEntry(_resnet((16, 32, 64), 1), (3, 32, 32), 10, 4),
+        "resnet18": ModelEntry(_resnet((64, 128, 256, 512), 2), (3, 32, 32), 10, 8),
+        "transformer": ModelEntry(_Transformer, (3, 32, 32), 10, 1),
+    }
+)
