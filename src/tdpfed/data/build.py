@@ -1,0 +1,100 @@
+"""From plain options to a federation: load, deal, bound, split, normalise."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tdpfed.data import partition as deal
+from tdpfed.data.datasets import Dataset, load
+from tdpfed.data.federation import Federation
+from tdpfed.data.partition import Indices
+from tdpfed.errors import TDPFedError, unknown
+
+PARTITIONS = ("iid", "classes", "dirichlet", "natural")
+SPLITS = ("client", "official")
+
+
+def make_federation(
+    dataset: str = "digits",
+    *,
+    root: Path | None = None,
+    download: bool = True,
+    options: Mapping[str, Any] | None = None,
+    partition: str | None = None,
+    clients: int | None = None,
+    per_client: int = 2,
+    alpha: float = 0.5,
+    size_skew: float | None = None,
+    min_samples: int = 1,
+    max_samples: int | None = None,
+    split: str = "client",
+    test_fraction: float = 0.25,
+    normalize: str = "standard",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Federation:
+    """Load a data set and deal it to clients.
+
+    ``partition`` defaults to natural where the data have natural clients and to classes elsewhere; ``clients`` to 20,
+    or all natural ones. ``per_client`` is for classes, ``alpha`` for dirichlet, ``size_skew`` for iid (default 0) and
+    classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each client's samples, "official" those
+    of the data set's own test part. ``options`` go to the data set's loader.
+    """
+    if partition is not None and partition not in PARTITIONS:
+        raise unknown("partition", partition, PARTITIONS)
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    given = dict(options or {})
+    if dataset == "synthetic":
+        given = {"seed": seed, **({"clients": clients} if clients and partition in (None, "natural") else {}), **given}
+    data = load(dataset, root, download=download, **given)
+    kind = partition or ("classes" if data.owner is None else "natural")
+    if size_skew is not None and kind not in ("iid", "classes"):
+        raise TDPFedError(f"size_skew: {size_skew!r} with partition {kind!r}; allowed: with iid and classes only")
+    if kind == "natural":
+        parts = _natural(data, clients, seed)
+    else:
+        parts = _dealt(data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed)
+    parts = deal.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
+    if split == "client":
+        pairs = deal.split(parts, test_fraction, seed)
+    elif data.official_test is None:
+        raise TDPFedError(f"split: 'official' for {data.name!r}, which has no official test part; allowed: client")
+    else:
+        pairs = deal.split_official(parts, data.official_test)
+    return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype)
+
+
+def _dealt(
+    data: Dataset,
+    kind: str,
+    clients: int,
+    per_client: int,
+    alpha: float,
+    size_skew: float | None,
+    min_samples: int,
+    seed: int,
+) -> list[Indices]:
+    skew = {} if size_skew is None else {"size_skew": size_skew}
+    if kind == "iid":
+        return deal.iid(data.y, clients, seed, min_samples=min_samples, **skew)
+    if kind == "classes":
+        return deal.classes(data.y, clients, per_client, seed, min_samples=min_samples, **skew)
+    return deal.dirichlet(data.y, clients, alpha, seed, min_samples)
+
+
+def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
+    """The data's own clients: all of them, or as many as asked, drawn by the seed."""
+    if data.owner is None:
+        raise TDPFedError(
+            f"partition: 'natural' for {data.name!r}, which has no natural clients; allowed: iid, classes, dirichlet"
+        )
+    parts = deal.natural(data.owner)
+    if clients is None:
+        return parts
+    if not 1 <= clients <= len(parts):
+        raise TDPFedError(f"clients: {clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}")
+    chosen = deal.generator(seed).choice(len(parts), clients, replace=False)
+    return [parts[k] for k in sorted(chosen)]

@@ -1,0 +1,225 @@
+"""Data sets by name: samples, labels and, where the data have them, the official test part and natural clients.
+
+``load("mnist")`` pools training and test images and marks the test part; who holds which sample is decided later, in
+``partition``. Names: digits (embedded), mnist, fashion-mnist, cifar10, cifar100, qmnist-writers, synthetic; or the
+path of an own ``.npz`` or ``.parquet`` file.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tdpfed.data import formats, sources
+from tdpfed.data.partition import numbered
+from tdpfed.data.synthetic import synthetic
+from tdpfed.errors import TDPFedError, unknown
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Samples ``x`` (N, ...) as uint8 or float32, labels ``y`` (N,), and what is known of each sample."""
+
+    name: str
+    x: NDArray[Any]
+    y: NDArray[np.int64]
+    classes: int
+    official_test: NDArray[np.bool_] | None = None
+    owner: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        for field, values in (("y", self.y), ("test mask", self.official_test), ("client ids", self.owner)):
+            if values is not None and values.shape != self.x.shape[:1]:
+                raise TDPFedError(
+                    f"{field} of {self.name!r}: shape {values.shape}; allowed: one value for each of the "
+                    f"{len(self.x)} samples of x"
+                )
+        if len(self.x) == 0:
+            raise TDPFedError(f"x of {self.name!r}: no samples; allowed: 1 or more")
+        formats.check_labels(self.name, self.y, self.classes)
+        if self.x.dtype.kind == "f" and not np.isfinite(self.x).all():
+            bad = int(np.flatnonzero(~np.isfinite(self.x).reshape(len(self.x), -1).all(1))[0])
+            raise TDPFedError(f"x of {self.name!r}: NaN or infinite in sample {bad}; allowed: finite numbers")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One line of ``available``: how large a data set is, and where it lies (None: not on this machine)."""
+
+    samples: int | None
+    shape: tuple[int, ...]
+    classes: int
+    path: Path | None
+    embedded: bool = False
+
+
+def load(name: str, root: Path | None = None, *, download: bool = True, **options: Any) -> Dataset:
+    """Return the data set ``name``, or the one in the file ``name`` if that ends in .npz or .parquet.
+
+    Files are looked for under ``root``, ``$TDPFED_DATA`` and the user's cache, as ROOT/NAME/FILE or ROOT/FILE; what
+    is missing is downloaded unless ``download`` is False. Options: those of ``synthetic`` for synthetic;
+    ``writers`` ("train": the 539 of MNIST's training images, "all": 836) for qmnist-writers; ``classes`` for a file.
+    """
+    own_file = Path(name).suffix in _READERS
+    if not own_file and name not in _LOADERS:
+        raise unknown("data set", name, [*_LOADERS, "FILE.npz", "FILE.parquet"])
+    allowed = ("classes",) if own_file else _OPTIONS.get(name, ())
+    for option in options:
+        if option not in allowed:
+            raise unknown(f"option of data set {name!r}", option, allowed)
+    if own_file:
+        return _own(Path(name).expanduser(), **options)
+    return _LOADERS[name](root, download, **options)
+
+
+def available(root: Path | None = None) -> dict[str, Listing]:
+    """Return the data sets there are by name, each with its size and where it was found."""
+    where = sources.places(root)
+
+    def lies(name: str) -> Path | None:
+        found = [sources.locate(source, where) for source in sources.SOURCES[name]]
+        return found[0][0].parent if found[0] and all(found) else None
+
+    return {
+        "digits": Listing(1_797, (1, 8, 8), 10, None, embedded=True),
+        "mnist": Listing(70_000, (1, 28, 28), 10, lies("mnist")),
+        "fashion-mnist": Listing(70_000, (1, 28, 28), 10, lies("fashion-mnist")),
+        "cifar10": Listing(60_000, (3, 32, 32), 10, lies("cifar10")),
+        "cifar100": Listing(60_000, (3, 32, 32), 100, lies("cifar100")),
+        "qmnist-writers": Listing(60_000, (1, 28, 28), 10, lies("qmnist-writers")),
+        "synthetic": Listing(None, (60,), 10, None, embedded=True),
+    }
+
+
+def _digits(root: Path | None, download: bool) -> Dataset:  # noqa: ARG001
+    """scikit-learn's 8x8 digits; their grey values 0..16 become 0..1."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return Dataset("digits", (x / 16).astype(np.float32).reshape(-1, 1, 8, 8), y.astype(np.int64), 10)
+
+
+def _synthetic(root: Path | None, download: bool, **options: Any) -> Dataset:  # noqa: ARG001
+    x, y, owner = synthetic(**options)
+    return Dataset("synthetic", x, y, options.get("classes", 10), owner=owner)
+
+
+# MNIST and Fashion-MNIST use the same file names; the digest of their training labels tells them apart.
+_TRAIN_LABELS = {
+    "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": "mnist",
+    "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": "fashion-mnist",
+}
+
+
+def _idx_pair(name: str, images: Path, labels: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    x, raw = formats.read_idx(images, 0x08, 28, 28)[:, None], formats.read_idx(labels, 0x08)
+    if len(x) != len(raw):
+        raise TDPFedError(
+            f"data file {str(labels)!r}: {len(raw)} labels; expected {len(x)}, as {images.name} has images"
+        )
+    really = _TRAIN_LABELS.get(hashlib.sha256(raw.tobytes()).hexdigest(), name)
+    if really != name:
+        raise TDPFedError(f"data file {str(labels)!r}: holds the labels of {really}; expected those of {name}")
+    return x, formats.check_labels(labels, raw, 10)
+
+
+def _mnist(name: str) -> Callable[[Path | None, bool], Dataset]:
+    def loader(root: Path | None, download: bool) -> Dataset:
+        files = [found[0] for found in sources.obtain(name, sources.SOURCES[name], root, download=download)]
+        (x, y), (x_test, y_test) = _idx_pair(name, *files[:2]), _idx_pair(name, *files[2:])
+        return _pooled(name, [x], [y], x_test, y_test, 10)
+
+    return loader
+
+
+def _cifar(
+    name: str, records: tuple[int, ...], label_bytes: int, classes: int
+) -> Callable[[Path | None, bool], Dataset]:
+    def loader(root: Path | None, download: bool) -> Dataset:
+        (source,) = sources.SOURCES[name]
+        (paths,) = sources.obtain(name, (source,), root, download=download)
+        x, y = formats.read_cifar(paths, source.members, records, label_bytes, classes)
+        return _pooled(name, x[:-1], y[:-1], x[-1], y[-1], classes)
+
+    return loader
+
+
+def _pooled(
+    name: str,
+    x: list[NDArray[Any]],
+    y: list[NDArray[np.int64]],
+    x_test: NDArray[Any],
+    y_test: NDArray[np.int64],
+    classes: int,
+    owner: NDArray[np.int64] | None = None,
+) -> Dataset:
+    labels = np.concatenate([*y, y_test])
+    test = np.arange(len(labels)) >= len(labels) - len(y_test)
+    return Dataset(name, np.concatenate([*x, x_test]), labels, classes, test, owner)
+
+
+def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -> Dataset:
+    """MNIST's images, each owned by the NIST writer that QMNIST found for it.
+
+    No writer of the training images wrote test images, and the 297 of the test images appear with few images each:
+    hence the training writers alone by default, and no official test part.
+    """
+    if writers not in ("train", "all"):
+        raise unknown("writers", writers, ("train", "all"))
+    parts = ((0, 1, 4),) if writers == "train" else ((0, 1, 4), (2, 3, 5))
+    needed = tuple(sources.SOURCES["qmnist-writers"][i] for part in parts for i in part)
+    files = [found[0] for found in sources.obtain("qmnist-writers", needed, root, download=download)]
+    pooled = []
+    for images, labels, extended in zip(files[::3], files[1::3], files[2::3], strict=True):
+        x, y = _idx_pair("mnist", images, labels)
+        # QMNIST's test part goes on beyond the 10,000 images that MNIST kept.
+        rows = formats.read_idx(extended, 0x0C, 8)[: len(y)]
+        if not np.array_equal(rows[:, 0], y):
+            raise TDPFedError(
+                f"data file {str(extended)!r}: its digits differ from those of {labels}; expected the same"
+            )
+        pooled.append((x, y, rows[:, 2].astype(np.int64)))
+    x, y, owner = (np.concatenate(column) for column in zip(*pooled, strict=True))
+    return Dataset("qmnist-writers", x, y, 10, owner=owner)
+
+
+def _own(path: Path, classes: int | None = None) -> Dataset:
+    if not path.is_file():
+        raise TDPFedError(f"data file {str(path)!r}: not found; allowed: an existing .npz or .parquet file")
+    arrays = _READERS[path.suffix](path)
+    x, y, mask, ids = arrays["x"], arrays["y"], arrays.get("test_mask"), arrays.get("client_ids")
+    if x.dtype.kind not in "biuf" or x.ndim < 2:
+        raise TDPFedError(f"x of {str(path)!r}: {x.dtype} of shape {x.shape}; allowed: numbers of shape (samples, ...)")
+    if y.dtype.kind not in "iu" or y.size == 0:
+        raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: whole numbers, one per sample")
+    if mask is not None and mask.dtype != np.bool_:
+        raise TDPFedError(f"test_mask of {str(path)!r}: {mask.dtype}; allowed: true or false for each sample")
+    return Dataset(
+        str(path),
+        x if x.dtype == np.uint8 else x.astype(np.float32),
+        y.astype(np.int64),
+        int(y.max()) + 1 if classes is None else classes,
+        mask,
+        None if ids is None else numbered(ids),
+    )
+
+
+_READERS = {".npz": formats.read_npz, ".parquet": formats.read_parquet}
+
+_LOADERS: dict[str, Callable[..., Dataset]] = {
+    "digits": _digits,
+    "mnist": _mnist("mnist"),
+    "fashion-mnist": _mnist("fashion-mnist"),
+    "cifar10": _cifar("cifar10", (10_000,) * 6, 1, 10),
+    "cifar100": _cifar("cifar100", (50_000, 10_000), 2, 100),
+    "qmnist-writers": _qmnist_writers,
+    "synthetic": _synthetic,
+}
+_OPTIONS = {
+    "synthetic": ("alpha", "beta", "clients", "dimension", "classes", "seed"),
+    "qmnist-writers": ("writers",),
+}

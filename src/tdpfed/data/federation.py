@@ -1,0 +1,179 @@
+"""All samples of all clients as one tensor on the device; a client is a range of it.
+
+There is no loader between the data and a step: a batch is ``x[train_start[k] + draw]``. Normalisation statistics come
+from all clients' training samples and from nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tdpfed.data import partition
+from tdpfed.data.datasets import Dataset
+from tdpfed.data.partition import Parts
+from tdpfed.errors import TDPFedError, unknown
+
+NORMALIZE = ("standard", "unit", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The data of K clients: first all training samples, client by client, then all test samples likewise."""
+
+    name: str
+    x: Tensor  # (N, *input_shape), floating
+    y: Tensor  # (N,) int64
+    train_start: Tensor  # (K,) int64
+    train_size: Tensor  # (K,) int64, at least 1
+    test_start: Tensor  # (K,) int64
+    test_size: Tensor  # (K,) int64, may be 0
+    classes: int
+
+    @property
+    def clients(self) -> int:
+        """K, the number of clients."""
+        return len(self.train_size)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.x.shape[1:])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        return self.x.device
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
+        """Return the federation on ``device``, its samples as ``dtype`` if one is given."""
+        dtype = _floating(dtype or self.x.dtype)
+        ranges = ("y", "train_start", "train_size", "test_start", "test_size")
+        moved = {field: getattr(self, field).to(device) for field in ranges}
+        return replace(self, x=self.x.to(device, dtype), **moved)
+
+    def client(self, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return views of client k's x_train, y_train, x_test, y_test."""
+        if not 0 <= k < self.clients:
+            raise TDPFedError(f"client: {k!r}; allowed: 0 to {self.clients - 1}")
+        train = slice(int(self.train_start[k]), int(self.train_start[k] + self.train_size[k]))
+        test = slice(int(self.test_start[k]), int(self.test_start[k] + self.test_size[k]))
+        return self.x[train], self.y[train], self.x[test], self.y[test]
+
+    @classmethod
+    def from_parts(
+        cls, dataset: Dataset, parts: Parts, *, normalize: str = "standard", dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """Gather a data set into a federation; ``parts`` holds (training, test) indices for each client."""
+        x, y = _tensor(dataset.x), _tensor(dataset.y)
+        return cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        x: Tensor | NDArray[Any],
+        y: Tensor | NDArray[Any],
+        client_ids: Tensor | NDArray[Any] | Sequence[Any],
+        *,
+        test_mask: Tensor | NDArray[Any] | None = None,
+        test_fraction: float = 0.25,
+        classes: int | None = None,
+        normalize: str = "standard",
+        seed: int = 0,
+        name: str = "custom",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Make a federation of own data: samples ``x`` (N, ...), labels ``y`` (N,), the client of each sample (N,).
+
+        Ids may be numbers or strings; client k is the k-th smallest. Test samples are those of ``test_mask``, or a
+        random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per channel of an
+        image, per feature of a flat sample), "unit" (bytes to 0..1) or "none".
+        """
+        x, y = _tensor(x), _tensor(y)
+        ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
+        mask = None if test_mask is None else torch.as_tensor(test_mask).cpu().numpy()
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise TDPFedError(f"y: {y.dtype}; allowed: whole numbers")
+        if mask is not None and mask.dtype != np.bool_:
+            raise TDPFedError(f"test_mask: {mask.dtype}; allowed: bool")
+        for field, values in (("y", y), ("client_ids", ids), ("test_mask", mask)):
+            if values is not None and tuple(values.shape) != tuple(x.shape[:1]):
+                raise TDPFedError(
+                    f"{field}: shape {tuple(values.shape)}; allowed: one value for each of the {len(x)} samples of x"
+                )
+        if len(x) == 0:
+            raise TDPFedError("x: no samples; allowed: 1 or more")
+        owned = partition.natural(ids)
+        parts = partition.split(owned, test_fraction, seed) if mask is None else partition.split_official(owned, mask)
+        classes = int(y.long().max()) + 1 if classes is None else classes
+        return cls._gather(name, x, y, parts, classes, normalize, dtype)
+
+    @classmethod
+    def _gather(
+        cls, name: str, x: Tensor, y: Tensor, parts: Parts, classes: int, normalize: str, dtype: torch.dtype
+    ) -> Self:
+        _floating(dtype)
+        if x.ndim < 2 or x.is_complex():
+            raise TDPFedError(f"x: {x.dtype} of shape {tuple(x.shape)}; allowed: real numbers of shape (samples, ...)")
+        if not parts:
+            raise TDPFedError("clients: 0; allowed: 1 or more")
+        y = y.to(x.device).long()
+        if not 0 <= int(y.min()) <= int(y.max()) < classes:
+            raise TDPFedError(f"y: labels from {y.min()} to {y.max()}; allowed: 0 to {classes - 1}")
+        sizes = torch.tensor([[len(train), len(test)] for train, test in parts], device=x.device)
+        for k, count in enumerate(sizes[:, 0].tolist()):
+            if count == 0:
+                raise TDPFedError(f"client {k}: 0 training samples; allowed: 1 or more")
+        order = np.concatenate([part for kind in zip(*parts, strict=True) for part in kind]).astype(np.int64)
+        index = torch.from_numpy(order).to(x.device)
+        trained = int(sizes[:, 0].sum())
+        starts = sizes.cumsum(0) - sizes
+        return cls(
+            name=name,
+            x=_normalized(x, index, trained, normalize, dtype),
+            y=y[index],
+            train_start=starts[:, 0].contiguous(),
+            train_size=sizes[:, 0].contiguous(),
+            test_start=(trained + starts[:, 1]).contiguous(),
+            test_size=sizes[:, 1].contiguous(),
+            classes=classes,
+        )
+
+
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        raise TDPFedError(f"dtype: {dtype}; allowed: a floating-point type")
+    return dtype
+
+
+def _tensor(values: Tensor | NDArray[Any]) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: torch.dtype) -> Tensor:
+    """Return ``x[index]`` as ``dtype``; its first ``trained`` samples are the training ones."""
+    if normalize not in NORMALIZE:
+        raise unknown("normalize", normalize, NORMALIZE)
+    work = torch.promote_types(dtype, torch.float32)
+    if x.dtype == torch.uint8:
+        x = x[index].to(work)
+        x = x.div_(255) if normalize == "unit" else x
+    else:
+        x = x.to(work)[index]
+        if not x.isfinite().all():
+            raise TDPFedError(f"x: NaN, infinite or beyond {work}; allowed: finite numbers")
+    if normalize == "standard":
+        others = [d for d in range(x.ndim) if d != 1]
+        train = x[:trained]
+        variance, mean = torch.var_mean(train, others, correction=0, keepdim=True)
+        constant = train.amin(others, keepdim=True) == train.amax(others, keepdim=True)
+        x = x.sub_(mean).div_(torch.where(constant, 1.0, variance.sqrt()))
+    elif normalize == "unit" and (x.min() < 0 or x.max() > 1):
+        raise TDPFedError(
+            f"normalize: 'unit' with values from {x.min():g} to {x.max():g}; allowed: bytes or values from 0 to 1"
+        )
+    return x.to(dtype)

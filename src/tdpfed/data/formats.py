@@ -1,0 +1,141 @@
+"""File formats read without executing anything from them: IDX, CIFAR binary, ``.npz`` and Parquet.
+
+Each reader checks what it reads and, when it is not what it should be, names the file and what was expected.
+"""
+
+import gzip
+import tarfile
+import zipfile
+import zlib
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tdpfed.errors import TDPFedError, unknown
+
+Array = NDArray[Any]
+
+_IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
+_PIXELS = (3, 32, 32)
+
+
+def _broken(path: Path | str, found: str, expected: str) -> TDPFedError:
+    return TDPFedError(f"data file {str(path)!r}: {found}; expected {expected}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise _broken(path, f"unreadable ({error})", "a complete file, gzip-compressed if it ends in .gz") from error
+
+
+def read_idx(path: Path, code: int, *tail: int | None) -> Array:
+    """Read an IDX file of type ``code`` (0x08 bytes, 0x0C integers) and shape (N, *tail), None for any length."""
+    data = _read(path)
+    head = 4 + 4 * (1 + len(tail))
+    magic = bytes((0, 0, code, 1 + len(tail)))
+    if data[:4] != magic or len(data) < head:
+        raise _broken(path, f"starts with {data[:4].hex() or 'nothing'}", f"an IDX file that starts with {magic.hex()}")
+    shape = tuple(np.frombuffer(data[4:head], ">u4").tolist())
+    if any(want not in (None, got) for want, got in zip(tail, shape[1:], strict=True)):
+        raise _broken(path, f"shape {shape}", f"shape (N, {', '.join(map(str, tail))})")
+    kind = np.dtype(_IDX_TYPES[code])
+    if len(data) - head != prod(shape) * kind.itemsize:
+        raise _broken(path, f"{len(data)} bytes", f"{head + prod(shape) * kind.itemsize} bytes for shape {shape}")
+    return np.frombuffer(data, kind, offset=head).reshape(shape).astype(kind.newbyteorder("="))
+
+
+def check_labels(path: Path | str, labels: Array, classes: int) -> NDArray[np.int64]:
+    """Return the labels as int64, or refuse those outside 0..classes-1."""
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        found = f"labels from {labels.min()} to {labels.max()}"
+        raise _broken(path, found, f"labels from 0 to {classes - 1}")
+    return labels.astype(np.int64)
+
+
+def read_cifar(
+    paths: list[Path], members: tuple[str, ...], records: tuple[int, ...], label_bytes: int, classes: int
+) -> tuple[list[Array], list[NDArray[np.int64]]]:
+    """Read the members of a CIFAR binary version, unpacked or in their archive: images (n, 3, 32, 32) and labels.
+
+    ``records`` says how many images each member holds: the format itself does not, so only this shows a cut file.
+    """
+    packed = _read_tar(paths[0], members) if paths[0].name.endswith(".tar.gz") else [_read(path) for path in paths]
+    images, labels = [], []
+    size = label_bytes + prod(_PIXELS)
+    for member, data, count in zip(members, packed, records, strict=True):
+        if len(data) != count * size:
+            raise _broken(paths[0].parent / member, f"{len(data)} bytes", f"{count} records of {size} bytes")
+        rows = np.frombuffer(data, np.uint8).reshape(count, size)
+        images.append(rows[:, label_bytes:].reshape(count, *_PIXELS))
+        labels.append(check_labels(paths[0].parent / member, rows[:, label_bytes - 1], classes))
+    return images, labels
+
+
+def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path, "r:gz") as tar:
+            for entry in tar:
+                name = Path(entry.name).name
+                if name in members and (stream := tar.extractfile(entry)) is not None:
+                    found[name] = stream.read()
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise _broken(path, f"unreadable ({error})", "a complete .tar.gz archive") from error
+    if missing := [name for name in members if name not in found]:
+        raise _broken(path, f"no {', '.join(missing)} in it", "the binary version of CIFAR, not the Python one")
+    return [found[name] for name in members]
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """Read ``x`` and ``y``, and ``client_ids`` and ``test_mask`` where given, from an ``.npz`` file."""
+    allowed = ("x", "y", "client_ids", "test_mask")
+    if not zipfile.is_zipfile(path):
+        raise _broken(path, "damaged, or no .npz file", "a complete .npz file, as numpy.savez writes it")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        reason = " ".join(str(error).split())
+        raise _broken(path, f"unreadable ({reason})", "an .npz file of plain arrays") from error
+    for name in arrays:
+        if name not in allowed:
+            raise unknown(f"array of {str(path)!r}", name, allowed)
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise _broken(path, f"no array {name!r}", "arrays x and y, optionally client_ids and test_mask")
+    return arrays
+
+
+def read_parquet(path: Path) -> dict[str, Array]:
+    """Read a table: the label in ``y`` or ``label``, optionally ``client`` and ``test_mask``, the rest features."""
+    try:
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise TDPFedError(f"data file {str(path)!r}: reading Parquet needs pyarrow; pip install pyarrow") from error
+    try:
+        table = parquet.read_table(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise _broken(path, f"unreadable ({error})", "a Parquet file") from error
+    if empty := [name for name in table.column_names if table[name].null_count]:
+        raise _broken(path, f"missing values in column {empty[0]!r}", "a value in every row")
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    label = next((name for name in ("y", "label") if name in columns), None)
+    if label is None:
+        raise _broken(path, f"columns {', '.join(columns)}", "a column y or label")
+    roles = {"y": columns.pop(label)}
+    roles |= {role: columns.pop(name) for role, name in _PARQUET_ROLES.items() if name in columns}
+    for name, values in columns.items():
+        if values.dtype.kind not in "biuf":
+            raise _broken(path, f"column {name!r} of type {values.dtype}", "numeric feature columns")
+    if not columns:
+        raise _broken(path, "no feature columns", "at least one numeric column beside label and client")
+    return {"x": np.stack([values.astype(np.float32) for values in columns.values()], axis=1), **roles}
+
+
+_PARQUET_ROLES = {"client_ids": "client", "test_mask": "test_mask"}

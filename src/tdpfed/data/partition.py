@@ -1,0 +1,194 @@
+"""Who holds which samples: pure functions of a seed from labels to one index array per client.
+
+``iid``, ``classes``, ``dirichlet`` and ``natural`` deal the samples out, each sample at most once; ``bounded`` holds
+every client between a least and a largest number; ``split`` and ``split_official`` part training from test samples.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tdpfed.errors import TDPFedError
+
+Indices = NDArray[np.int64]
+Parts = list[tuple[Indices, Indices]]
+
+_CAP, _SPLIT = 1, 2  # streams apart from the one that deals
+_REDRAWS = 100
+
+
+def generator(seed: int, *stream: int) -> np.random.Generator:
+    """Return the generator of a seed; different streams of one seed are independent."""
+    if seed < 0:
+        raise TDPFedError(f"seed: {seed!r}; allowed: 0 or more")
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)))
+
+
+def iid(
+    labels: NDArray[Any], clients: int, seed: int, size_skew: float = 0.0, *, min_samples: int = 1
+) -> list[Indices]:
+    """Deal all samples at random; sizes are log-normal with sigma ``size_skew`` (0: equal)."""
+    _check(labels, clients, size_skew, min_samples)
+    rng = generator(seed)
+    sizes = _apportion(len(labels), _shares(rng, clients, size_skew), min_samples)
+    return _deal(rng.permutation(len(labels)), sizes)
+
+
+def classes(
+    labels: NDArray[Any], clients: int, per_client: int, seed: int, size_skew: float = 0.5, *, min_samples: int = 1
+) -> list[Indices]:
+    """Give each client ``per_client`` classes, every class to somebody, and deal all samples.
+
+    Classes go out as evenly as they can and otherwise at random; the clients of a class share its samples unequally,
+    log-normal with sigma ``size_skew``.
+    """
+    _check(labels, clients, size_skew, min_samples)
+    names = np.unique(labels)
+    if not 1 <= per_client <= len(names):
+        raise TDPFedError(f"classes per client: {per_client!r}; allowed: 1 to {len(names)}, the classes there are")
+    if clients * per_client < len(names):
+        need = -(-len(names) // per_client)
+        raise TDPFedError(
+            f"clients: {clients!r} with {per_client} classes each leave some of {len(names)} classes to nobody; "
+            f"allowed: {need} clients or more"
+        )
+    rng = generator(seed)
+    holders: list[list[int]] = [[] for _ in names]
+    for k in range(clients):
+        order = rng.permutation(len(names))
+        rarest = np.argsort([len(holders[c]) for c in order], kind="stable")
+        for c in order[rarest[:per_client]]:
+            holders[c].append(k)
+    least = -(-min_samples // per_client)
+    held: list[list[Indices]] = [[] for _ in range(clients)]
+    for name, group in zip(names, holders, strict=True):
+        members = np.flatnonzero(labels == name)
+        if len(members) < least * len(group):
+            raise TDPFedError(
+                f"clients: {clients!r} put {len(group)} clients on class {name}, which has {len(members)} samples; "
+                f"allowed: so many that each gets {least}"
+            )
+        sizes = _apportion(len(members), _shares(rng, len(group), size_skew), least)
+        for k, part in zip(group, _deal(rng.permutation(members), sizes), strict=True):
+            held[k].append(part)
+    return [np.sort(np.concatenate(parts)) for parts in held]
+
+
+def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1) -> list[Indices]:
+    """Deal each class in proportions drawn from Dirichlet(alpha): small alpha, few classes per client.
+
+    Redraws, up to a hundred times, until every client has ``min_samples``.
+    """
+    _check(labels, clients, 0.0, min_samples)
+    if not 0 < alpha < np.inf:
+        raise TDPFedError(f"dirichlet alpha: {alpha!r}; allowed: a number above 0")
+    rng = generator(seed)
+    members = [np.flatnonzero(labels == name) for name in np.unique(labels)]
+    for _ in range(_REDRAWS):
+        shares = rng.dirichlet(np.full(clients, alpha), len(members))
+        counts = np.stack([_apportion(len(m), s, 0) for m, s in zip(members, shares, strict=True)])
+        if counts.sum(0).min() >= min_samples:
+            break
+    else:
+        poorest = int(counts.sum(0).argmin())
+        raise TDPFedError(
+            f"min_samples: {min_samples!r} not reached in {_REDRAWS} draws of dirichlet alpha {alpha!r}: client "
+            f"{poorest} got {counts.sum(0)[poorest]}; allowed: a smaller min_samples, fewer clients or a larger alpha"
+        )
+    dealt = [_deal(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
+    return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
+
+
+def natural(owner: NDArray[Any]) -> list[Indices]:
+    """Give every sample to the client that owns it, clients in the order of their ids."""
+    client = numbered(owner)
+    return _deal(np.argsort(client, kind="stable"), np.bincount(client))
+
+
+def numbered(ids: NDArray[Any]) -> Indices:
+    """Return the ids, whole numbers or strings, as 0 to K - 1 in their order."""
+    if ids.dtype.kind not in "iuUSO":
+        raise TDPFedError(f"client ids: {ids.dtype}; allowed: whole numbers or strings")
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+
+
+def bounded(
+    parts: Sequence[Indices], seed: int, *, min_samples: int = 1, max_samples: int | None = None
+) -> list[Indices]:
+    """Refuse clients of fewer than ``min_samples``; draw ``max_samples`` from those that have more."""
+    _positive(min_samples)
+    if max_samples is not None and max_samples < min_samples:
+        raise TDPFedError(f"max_samples: {max_samples!r}; allowed: {min_samples} (min_samples) or more")
+    for k, part in enumerate(parts):
+        if len(part) < min_samples:
+            raise TDPFedError(f"min_samples: client {k} has {len(part)} samples; allowed: {min_samples} or more")
+    if max_samples is None:
+        return list(parts)
+    return [
+        np.sort(generator(seed, _CAP, k).choice(part, max_samples, replace=False)) if len(part) > max_samples else part
+        for k, part in enumerate(parts)
+    ]
+
+
+def split(parts: Sequence[Indices], test_fraction: float = 0.25, seed: int = 0) -> Parts:
+    """Part each client's samples at random into (training, test).
+
+    A client of two samples or more has both kinds; with ``test_fraction`` 0 nobody has test samples.
+    """
+    if not 0 <= test_fraction < 1:
+        raise TDPFedError(f"test_fraction: {test_fraction!r}; allowed: 0 or more, below 1")
+    pairs = []
+    for k, part in enumerate(parts):
+        order = generator(seed, _SPLIT, k).permutation(part)
+        held_out = min(max(round(test_fraction * len(part)), 1), len(part) - 1) if test_fraction else 0
+        pairs.append((np.sort(order[held_out:]), np.sort(order[:held_out])))
+    return _trainable(pairs)
+
+
+def split_official(parts: Sequence[Indices], official_test: NDArray[np.bool_]) -> Parts:
+    """Part each client's samples as the data set's authors did: test samples are those marked."""
+    return _trainable([(part[~official_test[part]], part[official_test[part]]) for part in parts])
+
+
+def _trainable(pairs: Parts) -> Parts:
+    for k, (train, test) in enumerate(pairs):
+        if len(train) == 0:
+            raise TDPFedError(
+                f"client {k}: 0 training and {len(test)} test samples; allowed: 1 training sample or more"
+            )
+    return pairs
+
+
+def _check(labels: NDArray[Any], clients: int, size_skew: float, min_samples: int) -> None:
+    _positive(min_samples)
+    if not 1 <= clients <= len(labels) // min_samples:
+        raise TDPFedError(
+            f"clients: {clients!r}; allowed: 1 to {len(labels) // min_samples}, for {len(labels)} samples and at "
+            f"least {min_samples} each"
+        )
+    if not 0 <= size_skew <= 10:
+        raise TDPFedError(f"size_skew: {size_skew!r}; allowed: 0 (equal) to 10")
+
+
+def _positive(min_samples: int) -> None:
+    if min_samples < 1:
+        raise TDPFedError(f"min_samples: {min_samples!r}; allowed: 1 or more")
+
+
+def _shares(rng: np.random.Generator, count: int, sigma: float) -> NDArray[np.float64]:
+    drawn: NDArray[np.float64] = rng.lognormal(0.0, sigma, count)
+    return drawn
+
+
+def _apportion(total: int, shares: NDArray[np.float64], least: int) -> Indices:
+    """Return whole numbers that add up to ``total``, at least ``least`` each and the rest by shares."""
+    heights = np.cumsum(shares)
+    ends = np.rint(heights / heights[-1] * (total - least * len(shares))).astype(np.int64)
+    sizes: Indices = np.diff(ends, prepend=0) + least
+    return sizes
+
+
+def _deal(order: NDArray[Any], sizes: NDArray[Any]) -> list[Indices]:
+    return [np.sort(part).astype(np.int64) for part in np.split(order, np.cumsum(sizes)[:-1])]
