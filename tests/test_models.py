@@ -267,7 +267,7 @@ def test_classes_refused(classes: Any) -> None:
 
 
 def test_unknown_model() -> None:
-    with pytest.raises(TDPFedError, match="model: unknown 'vgg9'; did you mean 'vgg8'"):
+    with pytest.raises(TDPFedError, match="model: unknown 'vgg9', did you mean 'vgg8'"):
         build("vgg9")
     with pytest.raises(TDPFedError, match="model: unknown 'vgg9'"):
         from_spec("vgg9", (3, 32, 32), 10)

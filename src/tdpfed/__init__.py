@@ -1,3 +1,28 @@
 """Communication-efficient personalised federated learning: every client keeps its own model, only CP factors travel."""
 
+from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+from tdpfed.data import Federation, make_federation
+from tdpfed.engine.simulate import Participation, Result, simulate
+from tdpfed.errors import TDPFedError
+from tdpfed.nn import densify, tensorize
+from tdpfed.plan import FactorPlan
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "FactorPlan",
+    "FedAvg",
+    "FedAvgSAR",
+    "Federation",
+    "Local",
+    "PFedMe",
+    "Participation",
+    "PerFedAvg",
+    "Result",
+    "TDPFed",
+    "TDPFedError",
+    "densify",
+    "make_federation",
+    "simulate",
+    "tensorize",
+]

@@ -6,7 +6,10 @@ standard error and exit status 2.
 
 import json
 import sys
-from typing import Annotated, Any
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,10 +18,20 @@ from rich.table import Table
 import tdpfed
 from tdpfed.errors import TDPFedError
 
+if TYPE_CHECKING:
+    from tdpfed.engine.records import Record
+
 app = typer.Typer(
     name="tdpfed", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Communication-efficient personalised federated learning: clients keep their models, only CP factors travel.",
 )  # fmt: skip
+data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List data sets, or download one.")
+app.add_typer(data, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+DataRoot = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where data sets lie; then $TDPFED_DATA and the user cache.")
+]
 
 
 def main() -> None:
@@ -27,7 +40,7 @@ def main() -> None:
     try:
         app()
     except TDPFedError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201
         sys.exit(2)
 
 
@@ -47,12 +60,59 @@ def _options(
 
 
 @app.command()
-def plan(
-    model: Annotated[
+def run(
+    source: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A model of the package (dnn, vgg8, ...) or your own as package.module:factory."
+            metavar="[PRESET or FILE.toml]",
+            help="digits (default), mnist, mnist-paper, cifar10-paper, qmnist-writers, or your own TOML file.",
         ),
+    ] = "digits",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the configuration; repeatable."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the run; runs/NAME-ALGORITHM-SEED-TIME by default.")
+    ] = None,
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Train a federation in simulation, and write a run folder."""
+    from tdpfed.config import load_config, to_toml
+    from tdpfed.display import progress, summary_table
+    from tdpfed.engine.folder import RunFolder, summarize
+    from tdpfed.experiment import prepare
+
+    config = load_config(source, set_)
+    simulation = prepare(config, data_root)
+    name = f"{Path(source).stem}-{simulation.algorithm.name}-{config.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = RunFolder.create(out or Path("runs") / name, to_toml(config))
+    records: list[Record] = []
+    status = "failed"
+    try:
+        with progress(simulation, config.run.rounds, records) as on_round:
+            for record in simulation.run(config.run.rounds, config.run.evaluate_every, on_round):
+                records.append(record)
+                folder.append(record)
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+    finally:
+        summary = summarize(simulation, records, model=config.model.name, status=status)
+        folder.finish(summary)
+    if json_:
+        _print_json({**summary, "folder": str(folder.path)})
+    else:
+        Console().print(summary_table(summary, str(folder.path)))
+    if status == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="dnn, vgg8, ... or your own as package.module:factory.")
     ],
     compression: Annotated[float, typer.Option(help="Compression rate the ranks are chosen for.")] = 2.0,
     rank: Annotated[
@@ -69,9 +129,10 @@ def plan(
         str | None, typer.Option(metavar="C,H,W", help="Input shape without the batch; the model's own by default.")
     ] = None,
     classes: Annotated[int | None, typer.Option(help="Number of classes; the model's own by default.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    json_: Json = False,
 ) -> None:
     """Show ranks, parameter counts and compression rate of each layer (the paper's Table I)."""
+    from tdpfed.display import plan_table
     from tdpfed.models import from_spec
     from tdpfed.plan import FactorPlan
 
@@ -80,23 +141,54 @@ def plan(
     made = FactorPlan.of(
         from_spec(model, shape, classes), compression, ranks=ranks, include=include or ("*",), exclude=exclude or ()
     )
-    rows = made.rows()
-    total = {"dense": made.dense.size, "factored": made.factors.size, "rate": made.compression_rate}
-    if json_:
-        layers = [
-            {key: getattr(row, key) for key in ("name", "shape", "rank", "dense", "factored", "rate")} for row in rows
-        ]
-        _print_json({"model": model, "compression": compression, "layers": layers, "total": total})
+    if not json_:
+        Console().print(plan_table(made, f"{model}, compression {compression:g}"))
         return
-    table = Table(title=f"{model}, compression {compression:g}", caption="rank -: the parameter stays dense")
-    for column in ("parameter", "shape", "rank", "dense", "factored", "rate"):
-        table.add_column(column, justify="left" if column == "parameter" else "right")
-    for row in rows:
-        size = "x".join(map(str, row.shape))
-        table.add_row(row.name, size, str(row.rank or "-"), f"{row.dense:,}", f"{row.factored:,}", f"{row.rate:.2f}")
-    table.add_section()
-    table.add_row("total", "", "", f"{total['dense']:,}", f"{total['factored']:,}", f"{total['rate']:.2f}")
+    keys = ("name", "shape", "rank", "dense", "factored", "rate")
+    _print_json(
+        {
+            "model": model,
+            "compression": compression,
+            "layers": [{key: getattr(row, key) for key in keys} for row in made.rows()],
+            "total": {"dense": made.dense.size, "factored": made.factors.size, "rate": made.compression_rate},
+        }
+    )
+
+
+@data.command("list")
+def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
+    """List the data sets: samples, shape, classes, and where they lie."""
+    from tdpfed.data import available
+
+    listings = available(data_root)
+    if json_:
+        _print_json(
+            {name: {**asdict(entry), "path": entry.path and str(entry.path)} for name, entry in listings.items()}
+        )
+        return
+    table = Table("data set", "samples", "shape", "classes", "where")
+    for name, entry in listings.items():
+        where = "embedded" if entry.embedded else str(entry.path or "not here; tdpfed data get " + name)
+        samples = "-" if entry.samples is None else f"{entry.samples:,}"
+        table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
     Console().print(table)
+
+
+@data.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set of `tdpfed data list`.")],
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Find a data set or download it with a checksum, and read it once."""
+    from tdpfed.data import load
+
+    found = load(name, data_root)
+    result = {"name": found.name, "samples": len(found.y), "shape": found.x.shape[1:], "classes": found.classes}
+    if json_:
+        _print_json(result)
+    else:
+        Console().print(", ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def _print_json(value: dict[str, Any]) -> None:

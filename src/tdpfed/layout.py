@@ -76,14 +76,14 @@ class Layout:
             raise TDPFedError(f"flat vector: shape {tuple(flat.shape)} given, the last dimension must be {self.size}")
         # One split, not a slice per parameter: its backward is one concatenation.
         parts = torch.split(flat, self.sizes, dim=-1)
-        return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part.reshape((*part.shape[:-1], *shape)) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return tensors ``(..., *shape)``, given in order, as one flat tensor ``(..., P)``."""
         return torch.cat(
             [
-                tensor.reshape(*tensor.shape[: tensor.ndim - len(shape)], -1)
-                for tensor, shape in zip(tensors, self.shapes, strict=True)
+                tensor.reshape(*tensor.shape[: tensor.ndim - len(shape)], size)
+                for tensor, shape, size in zip(tensors, self.shapes, self.sizes, strict=True)
             ],
             dim=-1,
         )

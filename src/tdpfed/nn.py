@@ -8,6 +8,7 @@ model, :func:`densify` swaps them out again; ``state_dict`` names agree with :cl
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -199,7 +200,12 @@ def tensorize(
     into. Other parameters (embeddings, transposed convolutions, tied weights, subclasses of those layers) stay dense.
     """
     plan = FactorPlan.of(model, compression, ranks=ranks, include=include, exclude=exclude)
-    rank_of = {name: rank for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is not None}
+    owners = Counter(id(weight) for layer in model.modules() for weight in layer.parameters(recurse=False))
+    rank_of = {
+        name: rank
+        for (name, weight), rank in zip(model.named_parameters(), plan.ranks, strict=True)
+        if owners[id(weight)] == 1
+    }
 
     def swap(name: str, layer: nn.Module) -> nn.Module | None:
         rank = rank_of.get(f"{name}.weight" if name else "weight")
@@ -211,6 +217,8 @@ def tensorize(
             fitted = cp.decompose(dense.weight.detach(), rank, sweeps=sweeps, tol=tol)
             for factor, value in zip(new.factors, fitted, strict=True):
                 factor.data.copy_(value)
+        else:
+            new.reset_parameters()
         return _finish(new, new.factors, dense.weight.requires_grad, dense)
 
     return _replace_layers(model, swap)
@@ -231,14 +239,17 @@ def densify(model: Module) -> Module:
 
 
 def _empty_like(layer: nn.Linear | Convolution, rank: int) -> CPLinear | _CPConv:
-    bias, place = layer.bias is not None, {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    """Return a tensorised layer whose values are not set; made on ``meta``, so that no random number is drawn."""
+    bias, place = layer.bias is not None, {"device": "meta", "dtype": layer.weight.dtype}
+    new: CPLinear | _CPConv
     if isinstance(layer, nn.Linear):
-        return CPLinear(layer.in_features, layer.out_features, rank, bias, **place)
-    kind = {nn.Conv1d: CPConv1d, nn.Conv2d: CPConv2d, nn.Conv3d: CPConv3d}[type(layer)]
-    return kind(
-        layer.in_channels, layer.out_channels, layer.kernel_size, rank, layer.stride, layer.padding, layer.dilation,
-        layer.groups, bias, layer.padding_mode, **place,
-    )  # fmt: skip
+        new = CPLinear(layer.in_features, layer.out_features, rank, bias, **place)
+    else:
+        new = {nn.Conv1d: CPConv1d, nn.Conv2d: CPConv2d, nn.Conv3d: CPConv3d}[type(layer)](
+            layer.in_channels, layer.out_channels, layer.kernel_size, rank, layer.stride, layer.padding, layer.dilation,
+            layer.groups, bias, layer.padding_mode, **place,
+        )  # fmt: skip
+    return new.to_empty(device=layer.weight.device)
 
 
 def _finish(new: nn.Module, weights: list[Tensor], trainable: bool, old: nn.Module) -> nn.Module:
@@ -258,7 +269,7 @@ def _replace_layers(model: Module, swap: Callable[[str, nn.Module], nn.Module | 
     if id(model) in replaced:
         return cast(Module, replaced[id(model)])
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children would give a shared layer once
             if id(child) in replaced:
                 setattr(parent, name, replaced[id(child)])
     return model

@@ -95,6 +95,11 @@ class FactorPlan:
             shapes += [shape] if rank is None else [(size, rank) for size in shape]
         return Layout(tuple(names), tuple(shapes))
 
+    @cached_property
+    def modes(self) -> list[int]:
+        """The mode, from 0, that each entry of the factor layout belongs to; 0 for a dense parameter."""
+        return [n for _, shape, rank in self._parameters for n in range(1 if rank is None else len(shape))]
+
     @property
     def compression_rate(self) -> float:
         """Values of the model over values of its factors, all parameters counted."""
@@ -124,15 +129,26 @@ class FactorPlan:
         """Fit factors ``(..., Q)`` to ``theta`` ``(..., P)`` by ALS, starting from ``a``; the residual never grows."""
         factors: list[Tensor] = []
         for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
-            factors += [tensor] if rank is None else cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
+            if rank is None:
+                # What a damped sweep does to a tensor that is its own only factor.
+                factors.append(torch.lerp(tensor, group[0], (damping / (1 + damping)) ** sweeps))
+            else:
+                factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
         return self.factors.join(factors)
 
     def residual_grad(self, a: Tensor, theta: Tensor) -> Tensor:
         """Return the gradient of ``1/2 ||theta - compose(a)||^2`` in ``a``, shape ``(..., Q)``."""
-        grads: list[Tensor] = []
+        grad = torch.empty_like(a, memory_format=torch.contiguous_format)
+        # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
+        slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
+        parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
         for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
-            grads += [group[0] - tensor] if rank is None else cp.residual_grad(tensor, group)
-        return self.factors.join(grads)
+            out = [next(parts) for _ in group]
+            if rank is None:
+                out[0].copy_(group[0] - tensor)
+            else:
+                cp.residual_grad(tensor, group, out)
+        return grad
 
     def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:
         """Draw factors whose composed entries vary as ``theta`` ``(P,)`` does; dense parameters are taken from it."""

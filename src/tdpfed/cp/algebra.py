@@ -19,15 +19,15 @@ CPU_CHUNK_BYTES = 4 << 20
 """On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
 
 CONTRACTED_ONE_BY_ONE = 32
-"""A reduction over at most so many positions accumulates in place; a longer one multiplies and sums."""
+"""A reduction over at most so many positions accumulates them; a longer one multiplies and sums, in quarters."""
 
 
 def compose(factors: Sequence[Tensor]) -> Tensor:
     """Return the tensor ``[[A1, ..., AN]]``, shape ``(..., I_1, ..., I_N)``."""
     check_factors(factors)
     cut = _cut(mode_sizes(factors))
-    left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
-    dense = left @ right.mT if cut < len(factors) else left.sum(-1)
+    left = khatri_rao(factors[:cut])
+    dense = left @ khatri_rao(factors[cut:]).mT if cut < len(factors) else left.sum(-1)
     return dense.reshape(*factors[0].shape[:-2], *mode_sizes(factors))
 
 
@@ -67,23 +67,28 @@ def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
     return next(product for n, product in _walk(_partial(theta, factors, side), factors, side) if n == mode)
 
 
-def residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of ``1/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
+def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return the gradient of ``1/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A).
+
+    It is written into ``out`` where that is given: tensors of the factors' shapes, their leading dimensions mergeable.
+    """
     check_factors(factors, theta)
-    batch, clients = factors[0].shape[:-2], math.prod(factors[0].shape[:-2])
-    together = _clients_together(theta, factors)
-    if clients <= together:
-        return _residual_grad(theta, factors)
+    grads = [torch.empty_like(f, memory_format=torch.contiguous_format) for f in factors] if out is None else list(out)
+    clients = math.prod(factors[0].shape[:-2])
+    together = max(1, min(clients, _clients_together(theta, factors)))
     theta = theta.reshape(clients, *mode_sizes(factors))
     factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
-    grads: list[list[Tensor]] = [[] for _ in factors]
+    rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
     for start in range(0, clients, together):
-        # The last group reaches back to full size: groups of one size give each client the same bits in any company.
+        # The last group reaches back to full size: groups of one size give a client the same bits in any company, if
+        # its slices start on 16 bytes. (MKL's products depend on that in their last bit, grouped or not.)
         begin = min(start, clients - together)
         group = slice(begin, begin + together)
-        for done, grad in zip(grads, _residual_grad(theta[group], [factor[group] for factor in factors]), strict=True):
-            done.append(grad[start - begin :])
-    return [torch.cat(done).reshape(*batch, *done[0].shape[1:]) for done in grads]
+        some = [factor[group] for factor in factors]
+        grams = [factor.mT @ factor for factor in some]
+        for n, product in sweep(theta[group], some):
+            rows[n][group].copy_((some[n] @ hadamard_of_others(grams, n)).sub_(product))
+    return grads
 
 
 def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -113,6 +118,14 @@ def check_rank(rank: int, name: str = "rank") -> None:
         raise TDPFedError(f"{name}: {rank!r} given, a rank must be a whole number of at least 1")
 
 
+def check_order(x: Tensor, order: int | None) -> int:
+    """Return ``order``, all dimensions of ``x`` where None; refuse one that ``x`` does not have."""
+    order = x.ndim if order is None else order
+    if not 1 <= order <= x.ndim:
+        raise TDPFedError(f"order: {order} given, must be 1 to {x.ndim} for a tensor of shape {tuple(x.shape)}")
+    return order
+
+
 def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> None:
     """Refuse factors whose ranks or batch dimensions disagree, among themselves or with ``theta``."""
     if not factors:
@@ -131,11 +144,6 @@ def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> Non
         expected = (*factors[0].shape[:-2], *mode_sizes(factors))
         if tuple(theta.shape) != expected:
             raise TDPFedError(f"theta: shape {tuple(theta.shape)} given, the factors compose to {expected}")
-
-
-def _residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
-    grams = [factor.mT @ factor for factor in factors]
-    return [factors[n] @ hadamard_of_others(grams, n) - product for n, product in sweep(theta, factors)]
 
 
 def _cut(sizes: Sequence[int]) -> int:
@@ -172,9 +180,10 @@ def _walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[t
 
 
 def _contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Return ``(partial * other).sum(dim)``, over few positions without the product's memory."""
+    """Return ``(partial * other).sum(dim)`` with a quarter of the product's memory, over few positions without it."""
     if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:
-        return (partial * other).sum(dim)
+        quarters = zip(partial.chunk(4, dim), other.chunk(4, dim), strict=True)
+        return reduce(torch.add, ((part * factor).sum(dim) for part, factor in quarters))
     steps = zip(partial.unbind(dim), other.unbind(dim), strict=True)
     first, factor = next(steps)
     total = first * factor
@@ -192,9 +201,7 @@ def _clients_together(theta: Tensor, factors: Sequence[Tensor]) -> int:
 
 
 def _check_mode(x: Tensor, mode: int, order: int | None) -> int:
-    order = x.ndim if order is None else order
-    if not 1 <= order <= x.ndim:
-        raise TDPFedError(f"order: {order} given, must be 1 to {x.ndim} for a tensor of shape {tuple(x.shape)}")
+    order = check_order(x, order)
     if not 0 <= mode < order:
         raise TDPFedError(f"mode: {mode} given, must be 0 to {order - 1}")
     return order

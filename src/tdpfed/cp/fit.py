@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tdpfed.cp.algebra import check_factors, check_rank, compose, hadamard_of_others, sweep, unfold
+from tdpfed.cp.algebra import check_factors, check_order, check_rank, compose, hadamard_of_others, sweep, unfold
 from tdpfed.errors import TDPFedError
 
 
@@ -50,9 +50,12 @@ def decompose(
     starts from the leading singular vectors of the unfoldings, then ``restarts`` times from random factors; the best
     one stays.
     """
-    order = theta.ndim if order is None else order
+    order = check_order(theta, order)
     check_rank(rank)
     _check_fit(sweeps, tol, 0.0)
+    if theta.dtype in (torch.float16, torch.bfloat16):  # LAPACK knows no half precision
+        fitted = decompose(theta.float(), rank, order, sweeps=sweeps, tol=tol, restarts=restarts, seed=seed)
+        return [factor.to(theta.dtype) for factor in fitted]
     shape = theta.shape[theta.ndim - order :]
     batch = theta.shape[: theta.ndim - order]
     if order == 1:

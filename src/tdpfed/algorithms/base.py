@@ -1,0 +1,156 @@
+"""What a federated algorithm is: hyper-parameters and seven pure functions over explicit state.
+
+State has three places: ``server``, ``private`` (what a client keeps and never sends) and the messages between them.
+Each is a dict of tensors. A function is written for one client, tensors ``(P,)``; with a leading client axis,
+``(K, P)``, the same lines compute K clients at once. No function changes its arguments.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from tdpfed.aggregate import Average
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.layout import Layout
+from tdpfed.objective import Batch
+
+State = dict[str, Tensor]
+Batches = Callable[[int], Batch]
+Grad = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
+
+
+def hyper(
+    default: Any, doc: str, *, above: float | None = None, least: float | None = None, most: float | None = None
+) -> Any:
+    """Declare a hyper-parameter: its default, what it means and the range it must lie in."""
+    return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which round it is and which clients are computed: together with the seed the place of every random draw."""
+
+    seed: int
+    round: int
+    clients: Tensor  # (K,) ids, or () for one client
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """Hyper-parameters all algorithms share, and the functions each defines."""
+
+    name: ClassVar[str]
+    communicates: ClassVar[bool] = True
+    """Whether anything travels between clients and server."""
+
+    tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1)
+    batch_size: int = hyper(20, "samples per minibatch", least=1)
+    weights: Literal["samples", "uniform"] = hyper(
+        "samples", "what a client counts in the average: its number of training samples, or the same for all"
+    )
+    layout: Layout | None = field(default=None, repr=False, metadata={"bound": True})
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for item in self.hyper_parameters():
+            check_hyper(item, hints[item.name], getattr(self, item.name))
+
+    @classmethod
+    def hyper_parameters(cls) -> list[Field[Any]]:
+        """Return the fields a user sets."""
+        return [item for item in fields(cls) if "bound" not in item.metadata]
+
+    def bind(self, layout: Layout) -> Self:
+        """Return this algorithm for models of ``layout``."""
+        return replace(self, layout=layout)
+
+    @property
+    def draws(self) -> int:
+        """How many minibatches a client needs per communication round."""
+        return self.tau
+
+    @abstractmethod
+    def init(self, theta: Tensor, generator: torch.Generator) -> State:
+        """Return the server's state before round 1, from the common initial parameters ``(P,)``."""
+
+    @abstractmethod
+    def broadcast(self, server: State, turn: Turn) -> State:
+        """Return exactly what goes down to the turn's clients, tensors ``(..., n)``."""
+
+    def init_private(self, theta: Tensor) -> State:
+        """Return what a client keeps before its first round, from the common initial parameters ``(P,)``."""
+        return {"theta": theta}
+
+    @abstractmethod
+    def update(
+        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
+    ) -> tuple[State, State, State]:
+        """Compute a client's round: the new private state, the upload, and metrics (``loss`` at least)."""
+
+    @abstractmethod
+    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+        """Return the server's next state from uploads ``(S, ...)`` and their weights ``(S,)``."""
+
+    def personalized(self, private: State) -> Tensor:
+        """Return the parameters a client would use."""
+        return private["theta"]
+
+    def local_model(self, private: State, upload: State) -> Tensor:
+        """Return the dense parameters of what a client reports to the server."""
+        del upload
+        return private["theta"]
+
+    @abstractmethod
+    def global_model(self, server: State) -> Tensor | None:
+        """Return the parameters the server would ship; None if there are none."""
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The rates to lower when a run diverges."""
+        rates = [item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha"))]
+        return {name: getattr(self, name) for name in rates}
+
+
+def to_each(state: State, turn: Turn) -> State:
+    """Return the same message for each of the turn's clients: views with their leading axis."""
+    return {name: value.expand(*turn.clients.shape, *value.shape) for name, value in state.items()}
+
+
+_KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    float: (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        "a finite number",
+    ),
+    tuple[str, ...]: (
+        lambda value: isinstance(value, tuple | list) and all(isinstance(pattern, str) for pattern in value),
+        "a list of patterns",
+    ),
+    Mapping[str, int] | None: (lambda value: value is None or isinstance(value, Mapping), "a table of ranks"),
+}
+
+
+def check_hyper(item: Field[Any], hint: Any, value: Any) -> None:
+    """Refuse a value outside its hyper-parameter's type and range."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise unknown(item.name, value, map(str, get_args(hint)))
+        return
+    fits, kind = _KINDS.get(hint, (lambda _: True, ""))
+    if not fits(value):
+        raise TDPFedError(f"{item.name}: {value!r} given, must be {kind}")
+    above, least, most = (item.metadata.get(bound) for bound in ("above", "least", "most"))
+    limits = [
+        text
+        for text, given in ((f"above {above}", above), (f"at least {least}", least), (f"at most {most}", most))
+        if given is not None
+    ]
+    inside = (above is None or value > above, least is None or value >= least, most is None or value <= most)
+    if not all(inside):
+        raise TDPFedError(f"{item.name}: {value!r} given, must be {' and '.join(limits)}")

@@ -1,0 +1,55 @@
+"""FedAvg (s.a.r.): only a random subset of the coordinates travels, up and down (section VII-D).
+
+Client and server draw the same subset from a shared seed, afresh each round and for each client, so values travel
+without their positions. What a client does not receive keeps the client's previous value, what no client sends the
+server's.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tdpfed.aggregate import Average
+from tdpfed.algorithms.base import Batches, Grad, State, Turn, hyper
+from tdpfed.algorithms.fedavg import FedAvg
+from tdpfed.engine.sampling import Stream, key, permute
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedAvgSAR(FedAvg):
+    """Federated averaging of randomly chosen coordinates."""
+
+    name: ClassVar[str] = "fedavg_sar"
+
+    compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
+
+    def subset(self, turn: Turn, size: int) -> Tensor:
+        """Return the coordinates of each client's subset, ``(..., m)``."""
+        count = max(1, round(size / self.compression))
+        bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
+        position = torch.arange(count, device=turn.clients.device)
+        return permute(position, torch.tensor(size, device=turn.clients.device), bits)
+
+    def broadcast(self, server: State, turn: Turn) -> State:
+        """Send each client the values of its subset."""
+        return {"values": server["w"][self.subset(turn, server["w"].shape[-1])]}
+
+    def update(
+        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
+    ) -> tuple[State, State, State]:
+        """Overwrite the subset with the server's values, train, report the same subset."""
+        chosen = self.subset(turn, private["theta"].shape[-1])
+        theta, loss = self.descend(private["theta"].scatter(-1, chosen, message["values"]), batches, grad)
+        return {"theta": theta}, {"values": theta.gather(-1, chosen)}, {"loss": loss}
+
+    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+        """Average each coordinate over the clients that sent it: those who did not stand in with the server's value."""
+        w = server["w"]
+        chosen = self.subset(turn, w.shape[-1])
+        deltas = torch.zeros(len(weights), w.shape[-1], dtype=w.dtype, device=w.device)
+        deltas.scatter_(-1, chosen, uploads["values"] - w[chosen])
+        sent = torch.zeros_like(deltas).scatter_(-1, chosen, 1.0)
+        share = average(sent, weights)
+        return {"w": w + average(deltas, weights) / torch.where(share > 0, share, 1)}

@@ -1,0 +1,152 @@
+"""TDPFed: personalised models held near CP-factorised local models, of which only the factors travel (Algorithm 1).
+
+A client minimises ``f_k(theta) + lam/2 ||theta - [[A]]||^2`` (eq. 2): in each local round ``s`` Nesterov steps on theta
+with one minibatch (eq. 14), then ``s_prime`` optimiser steps on the factors with theta fixed (eqs. 16 to 18). The
+server averages the factors (AFM, eq. 19) or the composed tensors (ACT, eqs. 20 and 21).
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from tdpfed import optim
+from tdpfed.aggregate import Average
+from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
+from tdpfed.errors import TDPFedError
+from tdpfed.plan import FactorPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TDPFed(Algorithm):
+    """Tensor Decomposition based Personalized Federated Learning, with the paper's MNIST settings as defaults."""
+
+    name: ClassVar[str] = "tdpfed"
+
+    compression: float = hyper(2.0, "compression rate the CP ranks are chosen for", above=0)
+    ranks: Mapping[str, int] | None = hyper(None, "explicit ranks by parameter pattern, for example {'fc1.*' = 8}")
+    include: tuple[str, ...] = hyper(("*",), "patterns of parameters to factorise")
+    exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
+    aggregation: Literal["afm", "act"] = hyper("afm", "average the factor matrices, or the composed tensors")
+    lam: float = hyper(12.0, "lambda: how strongly theta is held near the tensorised local model", least=0)
+    beta: float = hyper(1.0, "share of the clients' average in the new global model; 1 is plain averaging", above=0)
+    s: int = hyper(5, "steps on theta per local round", least=1)
+    s_prime: int = hyper(17, "s': steps on the factors per local round", least=1)
+    tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1)
+    eta: float = hyper(8e-4, "learning rate of the factors", above=0)
+    eta_p: float = hyper(0.08, "learning rate of theta", above=0)
+    momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
+    optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
+        "adam", "what moves the factors; als is one damped least-squares sweep in place of the s' steps"
+    )
+    optimizer_state: Literal["round", "local-round"] = hyper(
+        "round", "when the factor optimiser starts afresh: each communication round, or each local round"
+    )
+    factor_steps: Literal["joint", "alternating"] = hyper("joint", "move all factors of a tensor at once, or in turn")
+    als_damping: float = hyper(1.0, "als: how strongly factors are held near their previous value", least=0)
+    act_sweeps: int = hyper(5, "ACT: least-squares sweeps that fit the global factors to the averaged tensor", least=1)
+    keep_theta: bool = hyper(False, "start a round from the client's own theta instead of the global model")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer == "als" and self.factor_steps == "alternating":
+            raise TDPFedError(
+                "factor_steps: 'alternating' given, must be 'joint' with optimizer 'als', which alternates itself"
+            )
+
+    @cached_property
+    def plan(self) -> FactorPlan:
+        """Which parameters are factorised, and how."""
+        assert self.layout is not None, "bind the algorithm to a model first"
+        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
+        return FactorPlan.of(
+            shapes, self.compression, ranks=self.ranks or {}, include=self.include, exclude=self.exclude
+        )
+
+    def init(self, theta: Tensor, generator: torch.Generator) -> State:
+        """Draw factors whose composed entries vary as the initial parameters do."""
+        a = self.plan.init(theta, generator)
+        return {"factors": a, "theta": self.plan.compose(a)} if self.aggregation == "act" else {"factors": a}
+
+    def broadcast(self, server: State, turn: Turn) -> State:
+        """AFM sends the factors, ACT the factors and the full tensor."""
+        return to_each(server, turn)
+
+    def update(
+        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
+    ) -> tuple[State, State, State]:
+        """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
+        del turn
+        theta, a, loss = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
+        return {"theta": theta}, {"factors": a}, {"loss": loss}
+
+    def local_rounds(
+        self, message: State, private: State, batches: Batches, grad: Grad
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield theta, the factors and the loss after each local round."""
+        a = message["factors"]
+        theta = private["theta"] if self.keep_theta else self._full(message)
+        personal = optim.nesterov(self.eta_p, self.momentum)
+        state: optim.State | None = None
+        for t in range(self.tau):
+            batch, w = batches(t), self.plan.compose(a)
+            velocity = personal.init(theta)
+            for step in range(1, self.s + 1):
+                g, loss = grad(theta, batch)
+                theta, velocity = personal.step(theta, torch.add(g, theta - w, alpha=self.lam), velocity, step)
+            a, state = self._move_factors(a, theta, state, t)
+            yield theta, a, loss
+
+    def _move_factors(
+        self, a: Tensor, theta: Tensor, state: "optim.State | None", t: int
+    ) -> tuple[Tensor, "optim.State | None"]:
+        """Take ``s_prime`` steps on ``lam/2 ||theta - [[A]]||^2`` in the factors (eqs. 16 to 18)."""
+        if self.optimizer == "als":
+            return self.plan.refine(a, theta, sweeps=1, damping=self.als_damping), None
+        rule = optim.BY_NAME[self.optimizer](self.eta)
+        fresh = state is None or self.optimizer_state == "local-round"
+        moments = rule.init(a) if fresh or state is None else state
+        done = 0 if fresh else t * self.s_prime
+        for step in range(done + 1, done + self.s_prime + 1):
+            if self.factor_steps == "joint":
+                a, moments = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
+                continue
+            for turn in self._turns.to(a.device):
+                moved, new = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
+                a = torch.where(turn, moved, a)
+                moments = tuple(torch.where(turn, n, m) for n, m in zip(new, moments, strict=True))
+        return a, moments
+
+    @cached_property
+    def _turns(self) -> Tensor:
+        """Which factors move in each turn of an alternating pass, ``(N, Q)``: mode n of every tensor in turn n."""
+        mode = torch.cat(
+            [torch.full((size,), n) for size, n in zip(self.plan.factors.sizes, self.plan.modes, strict=True)]
+        )
+        return torch.stack([mode == n for n in range(int(mode.max()) + 1)])
+
+    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+        """Mix the clients' average into the global model with share ``beta``."""
+        del turn
+        a = server["factors"]
+        if self.aggregation == "afm":
+            return {"factors": (1 - self.beta) * a + self.beta * average(uploads["factors"], weights)}
+        mean = average(self.plan.compose(uploads["factors"]), weights)
+        theta = (1 - self.beta) * self.plan.compose(a) + self.beta * mean
+        return {"factors": self.plan.refine(a, theta, sweeps=self.act_sweeps), "theta": theta}
+
+    def local_model(self, private: State, upload: State) -> Tensor:
+        """Return the composed tensorised local model."""
+        del private
+        return self.plan.compose(upload["factors"])
+
+    def global_model(self, server: State) -> Tensor:
+        """Return the composed global model."""
+        return self._full(server)
+
+    def _full(self, state: State) -> Tensor:
+        return state["theta"] if self.aggregation == "act" else self.plan.compose(state["factors"])

@@ -1,0 +1,233 @@
+"""Configuration: TOML in sections, checked strictly, from a preset or a file with single values overridden.
+
+An ``[algorithm]`` table names the method and sets its hyper-parameters. A file may also hold ``[algorithms.NAME]``
+tables: settings that count only when that method is chosen, so that one file serves several methods side by side.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from tdpfed.algorithms import ALGORITHMS, Algorithm
+from tdpfed.errors import TDPFedError, unknown
+
+
+class Section(BaseModel):
+    """A section of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Section)
+
+
+class Run(Section):
+    """How long and where to run."""
+
+    rounds: int = Field(50, ge=1, description="communication rounds")
+    seed: int = Field(0, ge=0, lt=2**63, description="every random draw follows from it")
+    evaluate_every: int = Field(1, ge=1, description="evaluate after every so many rounds, and after the last")
+    diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if there is one")
+    runner: Literal["batched", "loop"] = Field("batched", description="all clients at once, or one after another")
+    chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="clients computed together; auto: as many as fit"
+    )
+
+
+class Data(Section):
+    """Which data, and how they are dealt to clients."""
+
+    name: str = Field("digits", description="a data set of the package, or a path to an .npz or .parquet file")
+    options: dict[str, Any] = Field({}, description="options of the data set, as alpha and beta of synthetic")
+    clients: int | None = Field(None, ge=1, description="number of clients; 20, or all natural ones")
+    partition: Literal["iid", "classes", "dirichlet", "natural"] | None = Field(
+        None, description="how samples are dealt; natural where clients are given with the data, otherwise classes"
+    )
+    per_client: int = Field(2, ge=1, description="classes: how many classes a client holds")
+    alpha: float = Field(0.5, gt=0, description="dirichlet: concentration; smaller is less alike")
+    size_skew: float | None = Field(None, ge=0, description="iid and classes: how unequal the shares are; 0 is equal")
+    min_samples: int = Field(1, ge=1, description="least number of samples per client")
+    max_samples: int | None = Field(None, ge=2, description="cap on samples per client, to study scarce data")
+    split: Literal["client", "official"] = Field(
+        "client", description="hold out a part of each client, or the official"
+    )
+    test_fraction: float = Field(0.25, gt=0, lt=1, description="client split: share held out")
+    normalize: Literal["standard", "unit", "none"] = Field("standard", description="scaling of the inputs")
+    seed: int | None = Field(None, ge=0, description="seed of the partition; run.seed by default")
+
+
+class Model(Section):
+    """Which model the clients train."""
+
+    name: str = Field("dnn", description="a model of the package, or your own as package.module:factory")
+
+
+class Participation(Section):
+    """Who takes part in a round."""
+
+    clients: int | None = Field(None, ge=1, description="clients chosen per round; all by default")
+    train: Literal["all", "selected"] = Field(
+        "selected", description="whether the others train too, or only the chosen"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="chance that a chosen client is lost for the round")
+
+
+class Config(Section):
+    """A whole configuration."""
+
+    run: Run = Run()
+    data: Data = Data()
+    model: Model = Model()
+    algorithm: dict[str, Any] = {}
+    participation: Participation = Participation()
+
+    def make_algorithm(self) -> Algorithm:
+        """Return the chosen algorithm with its hyper-parameters."""
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in self.algorithm.items() if name != "name"}
+        try:
+            make: Callable[..., Algorithm] = ALGORITHMS[self.algorithm["name"]]
+            return make(**values)
+        except TDPFedError as error:
+            raise TDPFedError(f"algorithm.{error}") from None
+
+    def device(self) -> torch.device:
+        """Return where to compute."""
+        if self.run.device == "cuda" and not torch.cuda.is_available():
+            raise TDPFedError("run.device: 'cuda' given, but PyTorch sees no GPU; allowed here: auto, cpu")
+        wanted = "cuda" if self.run.device == "auto" and torch.cuda.is_available() else self.run.device
+        return torch.device("cpu" if wanted == "auto" else wanted)
+
+
+def presets() -> list[str]:
+    """Return the names of the presets."""
+    folder = resources.files("tdpfed") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_config(source: str = "digits", overrides: list[str] | None = None) -> Config:
+    """Read a preset by name or a TOML file by path, apply ``section.key=value`` overrides, and check it all."""
+    values = _read(source)
+    for override in overrides or []:
+        _override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: Mapping[str, Any]) -> Config:
+    """Check plain nested values, fill in every default, and return the resolved configuration."""
+    values = dict(values)
+    algorithm = values.pop("algorithm", {})
+    tables = values.pop("algorithms", {})
+    if not isinstance(algorithm, Mapping) or not isinstance(tables, Mapping):
+        raise TDPFedError("algorithm: a single value given, must be a table with a name and hyper-parameters")
+    for name, table in tables.items():
+        if name not in ALGORITHMS:
+            raise unknown("algorithms", name, ALGORITHMS)
+        _checked(_hyper_model(name), table, f"algorithms.{name}")
+    name = algorithm.get("name", "tdpfed")
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise unknown("algorithm.name", name, ALGORITHMS)
+    given = {**tables.get(name, {}), **{key: value for key, value in algorithm.items() if key != "name"}}
+    hyper = _checked(_hyper_model(name), given, "algorithm")
+    config = _checked(Config, {**values, "algorithm": {"name": name, **hyper.model_dump()}}, "")
+    config.make_algorithm()  # ranges that only the algorithm knows
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """Return the resolved configuration as TOML; keys without a value are left out."""
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines += [
+            f"[{section}]",
+            *(f"{key} = {_toml(value)}" for key, value in values.items() if value is not None),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+@cache
+def _hyper_model(name: str) -> type[Section]:
+    algorithm = ALGORITHMS[name]
+    hints = get_type_hints(algorithm)
+    fields: dict[str, Any] = {
+        item.name: (hints[item.name], Field(item.default, description=item.metadata["doc"]))
+        for item in algorithm.hyper_parameters()
+    }
+    return create_model(name, __base__=Section, **fields)
+
+
+def _checked(section: type[S], values: Mapping[str, Any], where: str) -> S:
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"]]
+        if first["type"] == "extra_forbidden":
+            *above, name = path
+            raise unknown(".".join([where, *above]).strip(".") or "section", name, _keys(section, above)) from None
+        # A value that may be one of several kinds has an error for each, under the same key.
+        depth = 1 if where else 2
+        key = ".".join([where, *path[:depth]]).strip(".")
+        reasons = [
+            one["msg"].removeprefix("Input should be ")
+            for one in error.errors()
+            if one["loc"][:depth] == first["loc"][:depth]
+        ]
+        raise TDPFedError(f"{key}: {first['input']!r} given, must be {' or '.join(reasons)}") from None
+
+
+def _keys(section: type[BaseModel], above: list[str]) -> list[str]:
+    """Return the keys of the section that lies at ``above``."""
+    for part in above:
+        inner = section.model_fields[part].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            section = inner
+    return list(section.model_fields)
+
+
+def _read(source: str) -> dict[str, Any]:
+    names = presets()
+    if source in names:
+        return tomllib.loads((resources.files("tdpfed") / "presets" / f"{source}.toml").read_text())
+    path = Path(source)
+    if path.suffix != ".toml":
+        raise unknown("preset", source, [*names, "a path ending in .toml"])
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TDPFedError(f"configuration: cannot read {source!r} ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TDPFedError(f"configuration: {source!r} is no valid TOML ({error})") from None
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, equals, raw = text.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not sections or not all((*sections, name)):
+        raise TDPFedError(f"--set: {text!r} given, must be section.key=value, as in run.rounds=60")
+    table = values
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise TDPFedError(f"--set: {key.strip()!r} goes below a single value, must be section.key=value")
+    try:
+        table[name] = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[name] = raw.strip()  # a bare word is a string
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{{inner}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    return json.dumps(value, ensure_ascii=False)

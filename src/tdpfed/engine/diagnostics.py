@@ -1,0 +1,88 @@
+"""The quantities of the paper's convergence analysis, measured on a run (Theorem 1, Lemmas 2 and 4).
+
+With ``F_k(A) = min_theta f_k(theta) + lam/2 ||theta - [[A]]||^2`` on a client's whole training data, the envelope
+theorem gives ``grad F_k(A) = lam * residual_grad(A, theta_k)`` at the minimiser theta_k, which gradient descent finds.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import Algorithm, State, Turn
+from tdpfed.algorithms.tdpfed import TDPFed
+from tdpfed.engine.runners import Runner
+from tdpfed.errors import TDPFedError
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """How often to measure, and how hard to solve each client's inner problem."""
+
+    every: int = 10
+    steps: int = 200
+    tol: float = 1e-6  # relative gradient norm at which the inner problem counts as solved
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("every", self.every, 1), ("steps", self.steps, 1), ("tol", self.tol, 0)):
+            if value < least:
+                raise TDPFedError(f"diagnostics.{name}: {value} given, must be at least {least}")
+
+
+def defined_for(algorithm: Algorithm) -> TDPFed:
+    """Return the algorithm if the analysis is about it."""
+    if not isinstance(algorithm, TDPFed):
+        raise TDPFedError(f"diagnostics: {algorithm.name!r} given, the quantities are defined for 'tdpfed' only")
+    return algorithm
+
+
+def diagnose(runner: Runner, server: State, turn: Turn, weights: Tensor, settings: Diagnostics) -> dict[str, float]:
+    """Return the analysis' quantities at the server's factors, for the turn's clients with their weights.
+
+    ``gradient_norm``: squared norm of the gradient of F in the factors (Theorem 1a). ``distance``: mean squared
+    distance of the personalised models to the global tensorised model (Theorem 1b). ``diversity``: mean squared
+    distance of the clients' gradients to the global one (Lemma 2). ``drift``: mean squared distance of the gradients
+    along the local rounds to the one at their start (Lemma 4).
+    """
+    algorithm = defined_for(runner.algorithm)
+    share = (weights / weights.sum()).double()
+    a = server["factors"].expand(len(turn.clients), -1)
+    solved, gradients = envelope(runner, a, turn, settings)
+    mean = share @ gradients.double()
+    private = {"theta": solved}
+    message = algorithm.broadcast(server, turn)
+    drift, before = torch.zeros_like(share), a
+    for theta, factors, _ in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):
+        along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), theta)
+        drift += (along - gradients).double().square().sum(-1) / algorithm.tau
+        before = factors
+    distance = (theta - algorithm.plan.compose(a)).double().square().sum(-1)
+    return {
+        "gradient_norm": float(mean.square().sum()),
+        "distance": float(share @ distance),
+        "diversity": float(share @ (gradients.double() - mean).square().sum(-1)),
+        "drift": float(share @ drift),
+    }
+
+
+def envelope(runner: Runner, a: Tensor, turn: Turn, settings: Diagnostics) -> tuple[Tensor, Tensor]:
+    """Return each client's minimiser theta_k ``(K, P)`` and ``grad F_k`` ``(K, Q)`` at factors ``(K, Q)``."""
+    algorithm, data = defined_for(runner.algorithm), runner.federation
+    solutions = []
+    for row, client in enumerate(turn.clients.tolist()):
+        x, y, _, _ = data.client(client)
+        w = algorithm.plan.compose(a[row])
+        theta, lr = w, algorithm.eta_p
+        previous = torch.full((), torch.inf, dtype=w.dtype, device=w.device)
+        for _ in range(settings.steps):
+            g = runner.objective.gradient(theta, (x, y))[0] + algorithm.lam * (theta - w)
+            norm = torch.linalg.vector_norm(g)
+            if norm <= settings.tol * torch.linalg.vector_norm(theta):
+                break
+            if norm > previous:
+                lr *= 0.5  # the step was too long for this client's curvature
+            previous = norm
+            theta = theta - lr * g
+        solutions.append(theta)
+    solved = torch.stack(solutions)
+    return solved, algorithm.lam * algorithm.plan.residual_grad(a.contiguous(), solved)

@@ -1,0 +1,105 @@
+"""A run on disk: ``config.toml`` (resolved), ``metrics.jsonl`` (a line per evaluated round) and ``summary.json``.
+
+A line is flushed when its round is done, so what is finished is there whatever happens next. The summary appears whole
+or not at all.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tdpfed
+from tdpfed.engine.records import Record
+from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
+
+
+class RunFolder:
+    """The folder of one run; made by :meth:`create`, which refuses a folder that holds anything."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: str) -> "RunFolder":
+        """Make the folder and write the resolved configuration."""
+        with _named_errors(path):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "config.toml").write_text(config, encoding="utf-8")
+            (path / "metrics.jsonl").touch()
+        return cls(path)
+
+    def append(self, record: Record) -> None:
+        """Add a record as one line, flushed."""
+        with _named_errors(self.path), (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(record.as_dict()) + "\n")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary, whole or not at all."""
+        with _named_errors(self.path):
+            temporary = self.path / "summary.json.part"
+            with temporary.open("w") as file:
+                file.write(json.dumps(summary, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path / "summary.json")
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TDPFedError(f"--out: cannot write to {str(path)!r} ({error.strerror})") from None
+
+
+def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, status: str) -> dict[str, Any]:
+    """Return what a run came to, as plain values; accuracies are fractions, None before the first evaluation."""
+    last = records[-1] if records else None
+    personal = [r.personalized_accuracy for r in records if r.personalized_accuracy is not None]
+    ledger, federation = simulation.ledger, simulation.federation
+    return {
+        "status": status,
+        "algorithm": simulation.algorithm.name,
+        "dataset": federation.name,
+        "model": model,
+        "rounds": simulation.round,
+        "seed": simulation.seed,
+        "clients": federation.clients,
+        "parameters": simulation.objective.layout.size,
+        "personalized_accuracy": last.personalized_accuracy if last else None,
+        "local_accuracy": last.local_accuracy if last else None,
+        "global_accuracy": last.global_accuracy if last else None,
+        "best_personalized_accuracy": max(personal, default=None),
+        "worst_decile_accuracy": worst_decile(last.client_accuracy) if last else None,
+        "train_loss": last.loss if last else None,
+        "uplink_bytes": ledger.uplink,
+        "downlink_bytes": ledger.downlink,
+        "bytes_per_client_round": ledger.per_client_round,
+        "compression_rate": simulation.compression_rate,
+        "seconds": last.seconds if last else None,
+        "device": device_name(federation.device),
+        "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def worst_decile(accuracies: Sequence[float | None]) -> float | None:
+    """Return the mean accuracy of the worst tenth of the clients (at least one)."""
+    known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
+    worst = known[: max(1, len(known) // 10)]
+    return sum(worst) / len(worst) if worst else None
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device in words: the GPU's name, or the processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"

@@ -1,0 +1,56 @@
+"""What a run reports: a record per evaluated round, and the ledger of bytes that travelled."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tdpfed.algorithms.base import State
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state of a run after a round; accuracies are fractions, None where there is no such model or data."""
+
+    round: int
+    loss: float | None
+    personalized_accuracy: float | None
+    local_accuracy: float | None
+    global_accuracy: float | None
+    personalized_loss: float | None
+    global_loss: float | None
+    client_accuracy: list[float | None]
+    uplink_bytes: int
+    downlink_bytes: int
+    participants: int
+    seconds: float
+    diagnostics: dict[str, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as plain values for JSON, which has no word for what is not finite: None."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
+
+
+@dataclass
+class Ledger:
+    """Bytes sent so far, all clients together."""
+
+    uplink: int = 0
+    downlink: int = 0
+    client_rounds: int = 0
+    uploads: int = 0
+
+    @property
+    def per_client_round(self) -> float:
+        """Mean bytes, up and down, that a client's round cost."""
+        return (self.uplink + self.downlink) / max(1, self.client_rounds)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def payload_bytes(message: State, clients: int) -> int:
+    """Return the bytes of the values in one client's message, given the messages of ``clients``."""
+    return sum(value.numel() * value.element_size() for value in message.values()) // max(1, clients)

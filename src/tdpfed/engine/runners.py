@@ -1,0 +1,116 @@
+"""Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
+
+Both execute the same functions of the algorithm on the same minibatches, and agree up to rounding. The batched runner
+takes clients in chunks; a client's bits do not depend on its company, so any chunking gives the same result on a CPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
+from tdpfed.data.federation import Federation
+from tdpfed.engine.sampling import batch_indices
+from tdpfed.objective import Objective
+
+RunnerName = Literal["batched", "loop"]
+
+CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 32 << 30}
+"""How much the intermediates of one chunk may take by estimate."""
+
+VECTORS_PER_CLIENT = 16
+"""Parameter-sized vectors alive per client in the widest step (parameters, gradients, anchors, optimiser state)."""
+
+ACTIVATION_FACTOR = 64
+"""Activations of a sample, as a multiple of its input values; generous for the models of this package."""
+
+LEAST_TOGETHER = 3
+"""Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the clients of a round gave: new private state, uploads and metrics, each with a leading client axis."""
+
+    private: State
+    upload: State
+    metrics: State
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs clients of one federation with one algorithm and objective."""
+
+    algorithm: Algorithm
+    objective: Objective
+    federation: Federation
+    kind: RunnerName = "batched"
+    chunk: int | None = None  # clients computed together; None: as many as fit
+
+    def run(self, server: State, private: State, turn: Turn) -> Outcome:
+        """Run the turn's clients; ``private`` holds their rows, in the same order."""
+        if self.kind == "loop":
+            return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
+        size = self.chunk or self._fitting()
+        return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
+
+    def batches(self, turn: Turn) -> Batches:
+        """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""
+        data, clients = self.federation, turn.clients
+        index = batch_indices(
+            turn.seed, turn.round, clients.reshape(-1), data.train_start[clients.reshape(-1)],
+            data.train_size[clients.reshape(-1)], self.algorithm.draws, self.algorithm.batch_size,
+        ).reshape(*clients.shape, self.algorithm.draws, self.algorithm.batch_size)  # fmt: skip
+        return lambda step: (data.x[index[..., step, :]], data.y[index[..., step, :]])
+
+    def _one(self, server: State, private: State, turn: Turn, row: int) -> Outcome:
+        alone = replace(turn, clients=turn.clients[row])
+        outcome = self._update(server, {name: rows[row] for name, rows in private.items()}, alone)
+        return Outcome(*({name: value[None] for name, value in part.items()} for part in outcome))
+
+    def _together(self, server: State, private: State, turn: Turn, rows: slice) -> Outcome:
+        group = replace(turn, clients=turn.clients[rows])
+        kept = {name: values[rows] for name, values in private.items()}
+        count, missing = len(group.clients), LEAST_TOGETHER - len(group.clients)
+        if missing <= 0:
+            return Outcome(*self._update(server, kept, group))
+        filled = torch.arange(LEAST_TOGETHER, device=group.clients.device).clamp_max(count - 1)
+        outcome = self._update(server, rows_of(kept, filled), replace(group, clients=group.clients[filled]))
+        return Outcome(*({name: value[:count] for name, value in part.items()} for part in outcome))
+
+    def _update(self, server: State, private: State, turn: Turn) -> tuple[State, State, State]:
+        message = self.algorithm.broadcast(server, turn)
+        return self.algorithm.update(message, private, self.batches(turn), self.objective.gradient, turn)
+
+    def _fitting(self) -> int:
+        """Return how many clients fit into the memory of a chunk."""
+        item = self.federation.x.element_size()
+        batch = self.algorithm.batch_size * self.federation.x[0].numel() * ACTIVATION_FACTOR
+        per_client = item * (VECTORS_PER_CLIENT * self.objective.layout.size + batch)
+        return max(2, CHUNK_BYTES.get(self.federation.device.type, CHUNK_BYTES["cpu"]) // per_client)
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _joined(outcomes: list[Outcome]) -> Outcome:
+    if len(outcomes) == 1:
+        return outcomes[0]
+
+    def join(parts: list[State]) -> State:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    return Outcome(
+        join([outcome.private for outcome in outcomes]),
+        join([outcome.upload for outcome in outcomes]),
+        join([outcome.metrics for outcome in outcomes]),
+    )
+
+
+def rows_of(state: State, clients: Tensor) -> State:
+    """Return the rows of the given clients."""
+    return {name: rows[clients] for name, rows in state.items()}

@@ -1,0 +1,95 @@
+"""Counter-based random draws: every draw is a pure function of where it stands, so nothing depends on who asks first.
+
+A minibatch is a function of (seed, round, client, step), a client's choice one of (seed, round, client), and so on. The
+same numbers come out whatever the runner, the order or chunking of clients, the device, or a resume in between. All of
+it is 32-bit integer arithmetic in int64 tensors, which is exact and the same on CPU and GPU.
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+FEISTEL_ROUNDS = 6
+WALKS = 8
+"""Steps a permutation may walk back into its range: always enough up to size 81, above it but for a chance of 1e-9."""
+
+
+class Stream(IntEnum):
+    """What a draw is for; keeps draws of different purposes apart."""
+
+    BATCH = 1
+    SELECT = 2
+    DROP = 3
+    SUBSET = 4
+    INIT = 5
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit integers: every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
+    return x ^ (x >> 16)
+
+
+def key(seed: int, stream: Stream, *counters: Tensor | int) -> Tensor:
+    """Return the 32-bit key of a draw; tensor counters broadcast against each other."""
+    state = mix(torch.tensor(seed & MASK) ^ mix(torch.tensor((seed >> 32) & MASK) + 0x9E3779B9))
+    for counter in (int(stream), *counters):
+        count = torch.as_tensor(counter, dtype=torch.int64)
+        state = mix((state.to(count.device) * 0x9E3779B1 + count + 0x7F4A7C15) & MASK)
+    return state
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Return 32-bit keys as float64 numbers in [0, 1)."""
+    return mix(bits ^ 0x5851F42D).double() / 2**32
+
+
+def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
+    """Return where the permutation of ``0..size-1`` named by ``bits`` sends ``index``; all three broadcast.
+
+    A Feistel network on a grid of ``a x b >= size`` cells is a bijection; what lands past the end walks on until it
+    falls inside, which keeps it one. Nothing of length ``size`` is ever stored or sorted.
+    """
+    columns = size.double().sqrt().ceil().long()
+    rows = (size + columns - 1) // columns
+    index = _feistel(index, rows, columns, bits)
+    for _ in range(WALKS):
+        outside = index >= size
+        if index.device.type == "cpu" and not bool(outside.any()):  # a GPU is not made to wait for the answer
+            break
+        index = torch.where(outside, _feistel(index, rows, columns, bits), index)
+    return index % size
+
+
+def batch_indices(
+    seed: int, round_: int, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
+) -> Tensor:
+    """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
+
+    A client goes through its ``size`` samples (stored from ``start`` on) in a random order of its own, a new one for
+    each pass: no sample comes twice before all have come once.
+    """
+    position = torch.arange(draws * batch_size, device=start.device)
+    position, start, size = position[None, :], start[:, None], size[:, None]
+    bits = key(seed, Stream.BATCH, round_, clients[:, None], position // size)
+    return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
+
+
+def choose(seed: int, stream: Stream, round_: int, population: int, count: int) -> Tensor:
+    """Return ``count`` of ``population`` client ids, ascending, drawn afresh each round."""
+    positions = torch.arange(count)
+    drawn = permute(positions, torch.tensor(population), key(seed, stream, round_))
+    return drawn.sort().values
+
+
+def _feistel(index: Tensor, rows: Tensor, columns: Tensor, bits: Tensor) -> Tensor:
+    left, right = index // columns, index % columns
+    for turn in range(FEISTEL_ROUNDS):
+        if turn % 2:
+            right = (right + mix(bits ^ mix(left + turn * 0x632BE5AB & MASK)) % columns) % columns
+        else:
+            left = (left + mix(bits ^ mix(right + turn * 0x632BE5AB & MASK)) % rows) % rows
+    return left * columns + right

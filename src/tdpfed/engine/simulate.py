@@ -1,0 +1,280 @@
+"""The round loop: choose clients, run them, aggregate, evaluate; it yields a record per evaluated round."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tdpfed.aggregate import weighted_mean
+from tdpfed.algorithms.base import Algorithm, State, Turn
+from tdpfed.data.federation import Federation
+from tdpfed.engine import evaluate
+from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
+from tdpfed.engine.records import Ledger, Record, payload_bytes
+from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
+from tdpfed.engine.sampling import Stream, choose, key, uniform
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.objective import Loss, Objective
+
+
+@dataclass(frozen=True)
+class Participation:
+    """Who takes part in a round."""
+
+    clients: int | None = None  # S: clients chosen per round; None: all
+    train: Literal["all", "selected"] = "selected"  # whether the others train too (Algorithm 1), or only the chosen
+    dropout: float = 0.0  # chance that a chosen client is lost for the round
+
+    def __post_init__(self) -> None:
+        if self.clients is not None and self.clients < 1:
+            raise TDPFedError(f"participation.clients: {self.clients} given, must be at least 1")
+        if self.train not in ("all", "selected"):
+            raise unknown("participation.train", self.train, ("all", "selected"))
+        if not 0 <= self.dropout < 1:
+            raise TDPFedError(f"participation.dropout: {self.dropout} given, must be at least 0 and below 1")
+
+
+EVERYBODY = Participation()
+
+
+class Simulation:
+    """A federated run in progress: the server's and all clients' state, and what advances it by a round."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        federation: Federation,
+        algorithm: Algorithm,
+        *,
+        seed: int = 0,
+        participation: Participation = EVERYBODY,
+        runner: RunnerName = "batched",
+        chunk: int | None = None,
+        loss: Loss = nn.functional.cross_entropy,
+        diagnostics: Diagnostics | None = None,
+    ) -> None:
+        self.objective = Objective.of(model, loss)
+        self.federation = federation
+        self.algorithm = algorithm.bind(self.objective.layout)
+        self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
+        self._check(runner, chunk)
+        self._check_model(loss)
+        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
+        theta = self.objective.initial().to(federation.x)
+        generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
+        self.server: State = self.algorithm.init(theta, generator)
+        self.private: State = {
+            name: value.expand(federation.clients, *value.shape).clone()
+            for name, value in self.algorithm.init_private(theta).items()
+        }
+        self.round = 0
+        self.ledger = Ledger()
+        self._trained: tuple[Tensor, Outcome] | None = None
+
+    def run(
+        self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
+    ) -> Iterator[Record]:
+        """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
+
+        Rounds whose diagnostics were asked for have a record too.
+        """
+        for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
+            if value < 1:
+                raise TDPFedError(f"{name}: {value} given, must be at least 1")
+        began, last = time.perf_counter(), self.round + rounds
+        while self.round < last:
+            self.step()
+            if on_round is not None:
+                on_round(self)
+            if self.round % evaluate_every == 0 or self.round == last or self._diagnosed:
+                yield self.record(time.perf_counter() - began)
+
+    def step(self) -> None:
+        """Run one communication round; it counts when it is done. With every chosen client lost nothing changes."""
+        number = self.round + 1
+        chosen, trained = self._who(number)
+        if len(trained):
+            turn = self._turn(number, trained)
+            outcome = self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
+            self._check_finite(outcome, turn)
+            server = self._aggregated(outcome, turn, torch.isin(trained, chosen))
+            self._count(len(chosen), turn, outcome)
+            for name, rows in outcome.private.items():
+                self.private[name][turn.clients] = rows
+            self.server, self._trained = server, (turn.clients, outcome)
+        else:
+            self._trained = None
+        self.round = number
+
+    def record(self, seconds: float) -> Record:
+        """Evaluate all models after the current round."""
+        everybody = torch.arange(self.federation.clients, device=self.federation.device)
+        personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody)
+        own = None
+        if self._trained is not None:
+            clients, outcome = self._trained
+            local = self.algorithm.local_model(outcome.private, outcome.upload)
+            own = evaluate.score_each(self.objective, local, self.federation, clients)
+        shipped = self.global_model()
+        common = None if shipped is None else evaluate.score_one(self.objective, shipped, self.federation)
+        extra = None
+        if self.diagnostics is not None and self._diagnosed:
+            turn = self._turn(self.round, everybody)
+            extra = diagnose(self.runner, self.server, turn, self._weights(everybody), self.diagnostics)
+        return Record(
+            round=self.round,
+            loss=self.train_loss,
+            personalized_accuracy=personal.accuracy,
+            local_accuracy=None if own is None else own.accuracy,
+            global_accuracy=None if common is None else common.accuracy,
+            personalized_loss=personal.mean_loss,
+            global_loss=None if common is None else common.mean_loss,
+            client_accuracy=personal.per_client(),
+            uplink_bytes=self.ledger.uplink,
+            downlink_bytes=self.ledger.downlink,
+            participants=0 if own is None else len(own.count),
+            seconds=seconds,
+            diagnostics=extra,
+        )
+
+    def personalized(self) -> Tensor:
+        """Return every client's personalised parameters, ``(K, P)``."""
+        return self.algorithm.personalized(self.private)
+
+    def global_model(self) -> Tensor | None:
+        """Return the parameters the server would ship, ``(P,)``; None if the method has none."""
+        return self.algorithm.global_model(self.server)
+
+    @property
+    def compression_rate(self) -> float | None:
+        """Bytes of the dense model over those of a client's upload; None if nothing was uploaded."""
+        dense = self.objective.layout.size * self.federation.x.element_size()
+        return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
+
+    @property
+    def train_loss(self) -> float | None:
+        """The mean over clients of the last minibatch's loss; None if none trained."""
+        return None if self._trained is None else float(self._trained[1].metrics["loss"].double().mean())
+
+    @property
+    def _diagnosed(self) -> bool:
+        return self.diagnostics is not None and self.round % self.diagnostics.every == 0
+
+    def _who(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return who is chosen and who trains in a round, ids ascending; the lost do neither."""
+        total = self.federation.clients
+        count = self.participation.clients or total
+        chosen = torch.arange(total) if count == total else choose(self.seed, Stream.SELECT, number, total, count)
+        everybody = torch.arange(total)
+        kept = uniform(key(self.seed, Stream.DROP, number, everybody)) >= self.participation.dropout
+        trained = everybody if self.participation.train == "all" else chosen
+        lost = ~kept & torch.isin(everybody, chosen)
+        return chosen[~lost[chosen]], trained[~lost[trained]]
+
+    def _turn(self, number: int, clients: Tensor) -> Turn:
+        return Turn(self.seed, number, clients.to(self.federation.device))
+
+    def _aggregated(self, outcome: Outcome, turn: Turn, reported: Tensor) -> State:
+        """Return the server's state after the uploads of those who ``reported``, a mask over the turn's clients."""
+        if not self.algorithm.communicates or not bool(reported.any()):
+            return self.server
+        uploads = {name: value[reported.to(value.device)] for name, value in outcome.upload.items()}
+        senders = self._turn(turn.round, turn.clients[reported.to(turn.clients.device)])
+        return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, weighted_mean)
+
+    def _weights(self, clients: Tensor) -> Tensor:
+        sizes = self.federation.train_size[clients].to(self.federation.x.dtype)
+        return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
+
+    def _count(self, uploads: int, turn: Turn, outcome: Outcome) -> None:
+        if self.algorithm.communicates:
+            count, one = len(turn.clients), self._turn(turn.round, turn.clients[:1])
+            self.ledger.downlink += payload_bytes(self.algorithm.broadcast(self.server, one), 1) * count
+            self.ledger.uplink += payload_bytes(outcome.upload, count) * uploads
+            self.ledger.client_rounds += count
+            self.ledger.uploads += uploads
+
+    def _check_finite(self, outcome: Outcome, turn: Turn) -> None:
+        values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
+        bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
+        if bool(bad.any()):
+            rates = ", ".join(f"{name}={value:g}" for name, value in self.algorithm.learning_rates.items())
+            raise TDPFedError(
+                f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
+                f"the run diverges; lower the learning rates ({rates})"
+            )
+
+    def _check_model(self, loss: Loss) -> None:
+        """Try the model on two samples, so that a wrong shape is told in words and before any work."""
+        data = self.federation
+        try:
+            outputs = self.objective.outputs(self.objective.initial().to(data.x), data.x[:2])
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
+        if loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
+            raise TDPFedError(
+                f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
+                f"must be (2, classes) with at least the data's {data.classes} classes"
+            )
+
+    def _check(self, runner: str, chunk: int | None) -> None:
+        if runner not in ("batched", "loop"):
+            raise unknown("runner", runner, ("batched", "loop"))
+        if chunk is not None and chunk < 1:
+            raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
+        if self.diagnostics is not None:
+            defined_for(self.algorithm)
+        count, total = self.participation.clients or 0, self.federation.clients
+        if count > total:
+            raise TDPFedError(f"participation.clients: {count} given, must be at most {total}, the number of clients")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What :func:`simulate` returns: the records, and the final state of server and clients."""
+
+    records: list[Record]
+    simulation: Simulation
+
+    @property
+    def final(self) -> Record:
+        """The record after the last round."""
+        return self.records[-1]
+
+    def personalized(self) -> list[dict[str, Tensor]]:
+        """Each client's personalised parameters by name, to load into the model."""
+        layout = self.simulation.objective.layout
+        return [layout.unflatten(theta) for theta in self.simulation.personalized()]
+
+    def global_model(self) -> dict[str, Tensor] | None:
+        """The server's parameters by name; None if the method has none."""
+        theta = self.simulation.global_model()
+        return None if theta is None else self.simulation.objective.layout.unflatten(theta)
+
+
+def simulate(
+    model: nn.Module,
+    federation: Federation,
+    algorithm: Algorithm,
+    rounds: int,
+    *,
+    seed: int = 0,
+    evaluate_every: int = 1,
+    participation: Participation = EVERYBODY,
+    runner: RunnerName = "batched",
+    chunk: int | None = None,
+    loss: Loss = nn.functional.cross_entropy,
+    diagnostics: Diagnostics | None = None,
+) -> Result:
+    """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
+
+    The model's own parameters are the common start. All draws follow from ``seed``.
+    """
+    simulation = Simulation(
+        model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
+        diagnostics=diagnostics,
+    )  # fmt: skip
+    return Result(list(simulation.run(rounds, evaluate_every)), simulation)
