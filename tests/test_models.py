@@ -94,7 +94,7 @@ def test_dnn_and_vgg8_forward_by_hand() -> None:
     y = x
     for i in range(1, 6):
         y = functional.conv2d(y, p[f"conv{i}.weight"], p[f"conv{i}.bias"], padding=1).clamp(min=0)
-        y = y.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).amax((3, 5))  # type: ignore[no-untyped-call]
+        y = y.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).amax((3, 5))
     y = y.flatten(1)
     for i in range(1, 4):
         y = (y if i == 1 else y.clamp(min=0)) @ p[f"fc{i}.weight"].T + p[f"fc{i}.bias"]
@@ -204,7 +204,7 @@ def test_batched_gradients_equal_a_loop_over_clients(name: str) -> None:
     clients = [build(name, SMALL[name], 3, seed=k).double() for k in range(2)]
     x, y = inputs(name, 2, 3, dtype=torch.float64), torch.tensor([[0, 1, 2], [2, 2, 0]])
     for model, batch, labels in zip(clients, x, y, strict=True):
-        functional.cross_entropy(model(batch), labels).backward()  # type: ignore[no-untyped-call]
+        functional.cross_entropy(model(batch), labels).backward()
 
     def loss(theta: dict[str, Tensor], batch: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(clients[0], theta, (batch,)), labels)

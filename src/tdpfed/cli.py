@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -82,10 +83,11 @@ def run(
     from tdpfed.config import load_config, to_toml
     from tdpfed.display import progress, summary_table
     from tdpfed.engine.folder import RunFolder, summarize
-    from tdpfed.experiment import prepare
+    from tdpfed.experiment import prepare, threads
 
     config = load_config(source, set_)
     simulation = prepare(config, data_root)
+    torch.set_num_threads(threads(config, simulation))
     name = f"{Path(source).stem}-{simulation.algorithm.name}-{config.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = RunFolder.create(out or Path("runs") / name, to_toml(config))
     records: list[Record] = []

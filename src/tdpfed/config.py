@@ -37,6 +37,9 @@ class Run(Section):
     diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if there is one")
     runner: Literal["batched", "loop"] = Field("batched", description="all clients at once, or one after another")
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="CPU threads; auto: all, but one where the model is too small to share"
+    )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="clients computed together; auto: as many as fit"
     )
@@ -226,8 +229,10 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        inner = ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        inner = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # the one escape TOML wants and JSON does not

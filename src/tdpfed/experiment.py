@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
+import torch
+
 from tdpfed.config import Config
 from tdpfed.data import make_federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.simulate import Participation, Simulation
 from tdpfed.models import from_spec
+
+SMALL = 500_000
+"""Parameters of all clients together up to which one thread does."""
 
 
 def prepare(config: Config, data_root: Path | None = None) -> Simulation:
@@ -27,3 +32,11 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         chunk=None if config.run.chunk == "auto" else config.run.chunk,
         diagnostics=Diagnostics(every=every) if every else None,
     )
+
+
+def threads(config: Config, simulation: Simulation) -> int:
+    """Return how many CPU threads to use: on small vectors a second one costs more in waiting than it computes."""
+    if config.run.threads != "auto":
+        return config.run.threads
+    values = simulation.federation.clients * simulation.objective.layout.size
+    return torch.get_num_threads() if values > SMALL else 1

@@ -11,11 +11,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,12 @@ class Objective:
     @classmethod
     def of(cls, model: nn.Module, loss: Loss = nn.functional.cross_entropy) -> "Objective":
         """Make the objective of ``model``; ``loss(outputs, targets)`` gives the mean over the batch."""
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
+                raise TDPFedError(
+                    f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws no seed of ours "
+                    "repeats; remove it, set p=0 or call model.eval()"
+                )
         return cls(model, Layout.of(model), loss)
 
     def initial(self) -> Tensor:
@@ -40,15 +51,19 @@ class Objective:
         result: Tensor = functional_call(self.model, self.layout.unflatten(theta), (x,))
         return result
 
-    def value(self, theta: Tensor, batch: Batch) -> Tensor:
+    def value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of parameters ``(P,)`` on a batch."""
-        return self.loss(self.outputs(theta, batch[0]), batch[1])
+        return self.loss(self.outputs(theta, x), y)
 
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return gradient ``(..., P)`` and loss ``(...)``, with or without a leading client axis."""
-        compute = self._many if theta.ndim == 2 else self._one
-        gradient, loss = compute(theta, batch)
-        return gradient, loss
+        if theta.ndim == 1:
+            return self._one(theta, *batch)
+        if theta.device.type == "cpu" and self._convolves:
+            # A CPU runs K convolutions faster than one convolution of K groups.
+            gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
+            return torch.stack(gradients), torch.stack(losses)
+        return self._many(theta, *batch)
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
@@ -63,9 +78,36 @@ class Objective:
         return losses, outputs.argmax(-1) == batch[1]
 
     @cached_property
-    def _one(self) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        return grad_and_value(self.value)
+    def _one(self) -> Gradient:
+        return replayed(grad_and_value(self.value))
 
     @cached_property
-    def _many(self) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        return vmap(grad_and_value(self.value))
+    def _many(self) -> Gradient:
+        return replayed(vmap(grad_and_value(self.value)))
+
+    @cached_property
+    def _convolves(self) -> bool:
+        return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
+
+
+def replayed(function: Gradient) -> Gradient:
+    """Return ``function``, recorded once per kind of input and replayed: the same operations, and so the same bits.
+
+    Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. A
+    function that cannot be recorded (its path depends on values) is called as it is.
+    """
+    recorded: dict[tuple[object, ...], Gradient] = {}
+
+    def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
+        return function(theta, x, y)
+
+    def call(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
+        if kind not in recorded:
+            try:
+                recorded[kind] = make_fx(record)(theta, x, y)
+            except Exception:  # whatever stops recording, calling it shows the real error if there is one
+                recorded[kind] = function
+        return recorded[kind](theta, x, y)
+
+    return call

@@ -1,7 +1,8 @@
 """The optimisers of the inner problems, as pure functions on flat vectors with any leading client dimensions.
 
-``init(a)`` makes the state, ``step(a, gradient, state)`` returns the next point and state. They agree with
-``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its default settings.
+``init(a)`` makes the state, ``step(a, gradient, state, count)`` returns the next point and state, ``count`` being 1 for
+the first step. A step never changes ``a`` or the gradient, but it may reuse the memory of the state it is given. The
+rules agree with ``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its default settings.
 """
 
 from collections.abc import Callable
@@ -31,22 +32,23 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
         return gd(lr)
 
     def step(a: Tensor, g: Tensor, state: State, _: int) -> tuple[Tensor, State]:
+        if not state:  # no velocity yet: it becomes g
+            return torch.add(a, g, alpha=-lr * (1 + momentum)), (g,)
         velocity = torch.add(g, state[0], alpha=momentum)
-        return a - lr * torch.add(g, velocity, alpha=momentum), (velocity,)
+        return torch.add(a, torch.add(g, velocity, alpha=momentum), alpha=-lr), (velocity,)
 
-    return Optimizer(lambda a: (torch.zeros_like(a),), step)
+    return Optimizer(lambda _: (), step)
 
 
 def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Adam with bias correction."""
 
     def step(a: Tensor, g: Tensor, state: State, count: int) -> tuple[Tensor, State]:
-        mean = torch.lerp(state[0], g, 1 - beta1)
-        square = torch.addcmul(state[1] * beta2, g, g, value=1 - beta2)
+        mean, square = state[0].lerp_(g, 1 - beta1), state[1].mul_(beta2).addcmul_(g, g, value=1 - beta2)
         # Both bias corrections folded into two scalars, one pass over the vector less each.
         root = (1 - beta2**count) ** 0.5
-        a = torch.addcdiv(a, mean, square.sqrt() + eps * root, value=-lr * root / (1 - beta1**count))
-        return a, (mean, square)
+        step_size = lr * root / (1 - beta1**count)
+        return torch.addcdiv(a, mean, square.sqrt().add_(eps * root), value=-step_size), (mean, square)
 
     return Optimizer(lambda a: (torch.zeros_like(a), torch.zeros_like(a)), step)
 
@@ -55,7 +57,7 @@ def adagrad(lr: float, eps: float = 1e-10) -> Optimizer:
     """AdaGrad: the step shrinks with the sum of squared gradients."""
 
     def step(a: Tensor, g: Tensor, state: State, _: int) -> tuple[Tensor, State]:
-        total = torch.addcmul(state[0], g, g)
+        total = state[0].addcmul_(g, g)
         return torch.addcdiv(a, g, total.sqrt() + eps, value=-lr), (total,)
 
     return Optimizer(lambda a: (torch.zeros_like(a),), step)
@@ -65,7 +67,7 @@ def rmsprop(lr: float, decay: float = 0.99, eps: float = 1e-8) -> Optimizer:
     """RMSProp: the step is scaled by a running mean of squared gradients."""
 
     def step(a: Tensor, g: Tensor, state: State, _: int) -> tuple[Tensor, State]:
-        square = torch.addcmul(state[0] * decay, g, g, value=1 - decay)
+        square = state[0].mul_(decay).addcmul_(g, g, value=1 - decay)
         return torch.addcdiv(a, g, square.sqrt() + eps, value=-lr), (square,)
 
     return Optimizer(lambda a: (torch.zeros_like(a),), step)

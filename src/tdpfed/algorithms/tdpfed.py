@@ -116,9 +116,10 @@ class TDPFed(Algorithm):
                 a, moments = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
                 continue
             for turn in self._turns.to(a.device):
+                kept = tuple(moment.clone() for moment in moments)
                 moved, new = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
                 a = torch.where(turn, moved, a)
-                moments = tuple(torch.where(turn, n, m) for n, m in zip(new, moments, strict=True))
+                moments = tuple(torch.where(turn, n, k) for n, k in zip(new, kept, strict=True))
         return a, moments
 
     @cached_property

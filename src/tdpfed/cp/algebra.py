@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdpfed.errors import TDPFedError
 
-CPU_CHUNK_BYTES = 4 << 20
+CPU_CHUNK_BYTES = 3 << 19
 """On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
 
 CONTRACTED_ONE_BY_ONE = 32
@@ -75,13 +75,12 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
     check_factors(factors, theta)
     grads = [torch.empty_like(f, memory_format=torch.contiguous_format) for f in factors] if out is None else list(out)
     clients = math.prod(factors[0].shape[:-2])
-    together = max(1, min(clients, _clients_together(theta, factors)))
+    together = _clients_together(theta, factors, clients)
     theta = theta.reshape(clients, *mode_sizes(factors))
     factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
     rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
     for start in range(0, clients, together):
-        # The last group reaches back to full size: groups of one size give a client the same bits in any company, if
-        # its slices start on 16 bytes. (MKL's products depend on that in their last bit, grouped or not.)
+        # The last group reaches back to full size: groups of one size take the same kernels.
         begin = min(start, clients - together)
         group = slice(begin, begin + together)
         some = [factor[group] for factor in factors]
@@ -192,12 +191,15 @@ def _contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
     return total
 
 
-def _clients_together(theta: Tensor, factors: Sequence[Tensor]) -> int:
+def _clients_together(theta: Tensor, factors: Sequence[Tensor], clients: int) -> int:
+    """Return into groups of how many clients to cut them: as many as fit the caches on a CPU, evenly."""
     if theta.device.type != "cpu":
-        return max(1, theta.numel())
+        return max(1, clients)
     sizes = mode_sizes(factors)
     larger = max(math.prod(sizes[side.start : side.stop]) for side in _sides(factors))
-    return max(1, CPU_CHUNK_BYTES // (larger * factors[0].shape[-1] * theta.element_size()))
+    most = max(1, CPU_CHUNK_BYTES // (larger * factors[0].shape[-1] * theta.element_size()))
+    groups = max(1, math.ceil(clients / most))
+    return max(1, math.ceil(clients / groups))
 
 
 def _check_mode(x: Tensor, mode: int, order: int | None) -> int:

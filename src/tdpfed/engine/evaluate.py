@@ -45,8 +45,8 @@ def score_each(objective: Objective, theta: Tensor, federation: Federation, clie
     for offset in range(0, int(size.max()), width):
         position = offset + torch.arange(width, device=theta.device)
         inside = position < size[:, None]
-        # What lies past a client's end is computed and not counted; a client without samples may lie past all of x.
-        index = (start[:, None] + position.minimum(size[:, None] - 1)).clamp(0, len(federation.x) - 1)
+        # Past a client's end its last sample stands in, or the one before its start if it has none; neither is counted.
+        index = start[:, None] + position.minimum(size[:, None] - 1)
         loss, right = objective.per_sample(theta, (federation.x[index], federation.y[index]))
         correct += (right & inside).sum(-1)
         losses += torch.where(inside, loss.double(), 0.0).sum(-1)

@@ -1,0 +1,89 @@
+"""Scores: ragged and empty test sets, pooled as sum over sum, in pieces of any size."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import small
+from tdpfed.data import Federation
+from tdpfed.engine import evaluate
+from tdpfed.objective import Objective
+
+TESTS = [3, 0, 7, 1, 0]
+
+
+def case(tests: list[int] = TESTS) -> tuple[Objective, Tensor, Federation]:
+    """Return an objective, own parameters for each client, and clients with the given numbers of test samples."""
+    generator = torch.Generator().manual_seed(0)
+    owner = torch.cat([torch.full((4 + count,), k) for k, count in enumerate(tests)])
+    mask = torch.cat([torch.arange(4 + count) >= 4 for count in tests])
+    x = torch.randn(len(owner), *small.SHAPE, generator=generator)
+    y = torch.randint(small.CLASSES, (len(owner),), generator=generator)
+    data = Federation.from_tensors(x, y, owner, test_mask=mask, classes=small.CLASSES, dtype=torch.float64)
+    objective = Objective.of(small.mlp())
+    theta = torch.randn(len(tests), objective.layout.size, dtype=torch.float64, generator=generator)
+    return objective, theta, data
+
+
+def by_hand(objective: Objective, theta: Tensor, data: Federation, k: int) -> tuple[int, float]:
+    _, _, x, y = data.client(k)
+    outputs = objective.outputs(theta, x)
+    return int((outputs.argmax(1) == y).sum()), float(nn.functional.cross_entropy(outputs, y, reduction="sum"))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 5, 8, 4096])
+@pytest.mark.parametrize("kind", ["each", "one"])
+def test_scores_by_hand_in_pieces_of_any_size(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", at_once)
+    objective, theta, data = case()
+    if kind == "each":
+        score = evaluate.score_each(objective, theta, data, torch.arange(5))
+        expected = [by_hand(objective, theta[k], data, k) for k in range(5)]
+    else:
+        score = evaluate.score_one(objective, theta[2], data)
+        expected = [by_hand(objective, theta[2], data, k) for k in range(5)]
+    assert score.count.tolist() == TESTS
+    assert score.correct.tolist() == [correct for correct, _ in expected]
+    assert score.loss.tolist() == pytest.approx([loss for _, loss in expected], rel=1e-12)
+    assert 0 < sum(score.correct.tolist()) < 11
+    assert score.accuracy == sum(correct for correct, _ in expected) / 11
+    assert score.mean_loss == pytest.approx(sum(loss for _, loss in expected) / 11, rel=1e-12)
+    accuracies = score.per_client()
+    assert accuracies[0] == expected[0][0] / 3
+    assert (accuracies[1], accuracies[4]) == (None, None)
+
+
+def test_some_clients_in_any_order() -> None:
+    objective, theta, data = case()
+    chosen = torch.tensor([4, 2, 0])
+    score = evaluate.score_each(objective, theta[chosen], data, chosen)
+    assert score.count.tolist() == [0, 7, 3]
+    assert score.correct.tolist() == [by_hand(objective, theta[k], data, k)[0] for k in (4, 2, 0)]
+
+
+def test_without_test_samples_there_is_no_accuracy() -> None:
+    objective, theta, data = case([0, 0])
+    for score in (
+        evaluate.score_each(objective, theta, data, torch.arange(2)),
+        evaluate.score_one(objective, theta[0], data),
+    ):
+        assert (score.accuracy, score.mean_loss, score.per_client()) == (None, None, [None, None])
+
+
+def test_memory_is_bounded_by_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    inner = Objective.per_sample
+
+    def spy(self: Objective, theta: Tensor, batch: Any) -> Any:
+        seen.append(batch[1].numel())
+        return inner(self, theta, batch)
+
+    monkeypatch.setattr(Objective, "per_sample", spy)
+    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", 10)
+    objective, theta, data = case()
+    evaluate.score_each(objective, theta, data, torch.arange(5))
+    evaluate.score_one(objective, theta[0], data)
+    assert max(seen) <= 10
+    assert len(seen) == 4 + 2

@@ -1,0 +1,109 @@
+"""Small models, federations and algorithm settings that the tests of the engine share."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+from tdpfed.data import Federation
+from tdpfed.engine.simulate import Simulation
+
+SHAPE, CLASSES = (1, 6, 6), 3
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    return _seeded(
+        seed,
+        lambda: nn.Sequential(
+            OrderedDict(flat=nn.Flatten(), fc1=nn.Linear(36, 12), act=nn.Tanh(), fc2=nn.Linear(12, CLASSES))
+        ),
+    )
+
+
+def convnet(seed: int = 0) -> nn.Module:
+    """A convolution and two linear layers, all of which the default plan factorises."""
+    return _seeded(
+        seed,
+        lambda: nn.Sequential(
+            OrderedDict(
+                conv=nn.Conv2d(1, 5, 3, padding=1),
+                relu=nn.ReLU(),
+                pool=nn.MaxPool2d(2),
+                flat=nn.Flatten(),
+                fc1=nn.Linear(45, 12),
+                act=nn.Tanh(),
+                fc2=nn.Linear(12, CLASSES),
+            )
+        ),
+    )
+
+
+MODELS = {"dense": mlp, "conv": convnet}
+
+
+def _seeded(seed: int, make: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model: nn.Module = make()
+    return model
+
+
+def federation(clients: int = 5, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Federation:
+    """Clients of 12, 15, 18, ... noisy samples of three patterns, a quarter of them held out."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor([12 + 3 * k for k in range(clients)])
+    owner = torch.arange(clients).repeat_interleave(sizes)
+    y = (torch.arange(len(owner)) + owner) % CLASSES
+    pattern = torch.randn(CLASSES, *SHAPE, generator=generator)
+    x = pattern[y] + 0.7 * torch.randn(len(y), *SHAPE, generator=generator)
+    return Federation.from_tensors(x, y, owner, classes=CLASSES, dtype=dtype, seed=seed)
+
+
+COMMON: dict[str, Any] = {"tau": 3, "batch_size": 4}
+TDPFED: dict[str, Any] = {**COMMON, "compression": 1.5, "s": 2, "s_prime": 3, "eta": 0.01, "eta_p": 0.05, "lam": 4.0}
+
+
+def variants() -> dict[str, Algorithm]:
+    """Every algorithm, and the variants of TDPFed and Per-FedAvg whose code differs."""
+    return {
+        "fedavg": FedAvg(**COMMON),
+        "fedavg_sar": FedAvgSAR(**COMMON, compression=2.5),
+        "pfedme": PFedMe(**COMMON, momentum=0.5, s=2),
+        "perfedavg": PerFedAvg(**COMMON, alpha=0.05),
+        "perfedavg hessian-free": PerFedAvg(**COMMON, alpha=0.05, variant="hessian-free"),
+        "local": Local(**COMMON),
+        "tdpfed": TDPFed(**TDPFED),
+        "tdpfed act": TDPFed(**TDPFED, aggregation="act", beta=0.7),
+        "tdpfed als": TDPFed(**TDPFED, optimizer="als"),
+        "tdpfed alternating": TDPFed(**TDPFED, factor_steps="alternating", optimizer="rmsprop", keep_theta=True),
+    }
+
+
+def train(algorithm: Algorithm, rounds: int = 2, *, model: str = "dense", **options: Any) -> Simulation:
+    """Return a simulation after ``rounds`` rounds on the small federation."""
+    data = options.pop("data", None) or federation()
+    simulation = Simulation(MODELS[model](), data, algorithm, **options)
+    for _ in range(rounds):
+        simulation.step()
+    return simulation
+
+
+def states(simulation: Simulation) -> dict[str, Tensor]:
+    """All tensors a run has come to: the server's and the clients'."""
+    server = {f"server {name}": value for name, value in simulation.server.items()}
+    return server | {f"private {name}": value for name, value in simulation.private.items()}
+
+
+def assert_close(left: Simulation, right: Simulation, tolerance: float) -> None:
+    a, b = states(left), states(right)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.allclose(value, b[name], rtol=tolerance, atol=tolerance), name
+
+
+def equal(left: Simulation, right: Simulation) -> bool:
+    """Whether two runs came to the same bits."""
+    a, b = states(left), states(right)
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
