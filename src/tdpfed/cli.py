@@ -86,6 +86,8 @@ def run(
     from tdpfed.experiment import prepare, threads
 
     config = load_config(source, set_)
+    if out is not None:
+        RunFolder.check(out)  # before the data are read
     simulation = prepare(config, data_root)
     torch.set_num_threads(threads(config, simulation))
     name = f"{Path(source).stem}-{simulation.algorithm.name}-{config.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"

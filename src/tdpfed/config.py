@@ -118,6 +118,8 @@ def presets() -> list[str]:
 def load_config(source: str = "digits", overrides: list[str] | None = None) -> Config:
     """Read a preset by name or a TOML file by path, apply ``section.key=value`` overrides, and check it all."""
     values = _read(source)
+    if any(override.partition("=")[0].strip() == "data.name" for override in overrides or []):
+        values["data"] = {}  # what a preset says of its own data set does not fit another one
     for override in overrides or []:
         _override(values, override)
     return parse_config(values)

@@ -39,7 +39,7 @@ def plan_table(plan: FactorPlan, title: str) -> Table:
     """Return the paper's Table I for a plan."""
     table = Table(title=title, caption="rank -: the parameter stays dense")
     for column in ("parameter", "shape", "rank", "dense", "factored", "rate"):
-        table.add_column(column, justify="left" if column == "parameter" else "right")
+        table.add_column(column, justify="left" if column == "parameter" else "right", overflow="fold")
     for row in plan.rows():
         size = "x".join(map(str, row.shape))
         table.add_row(row.name, size, str(row.rank or "-"), f"{row.dense:,}", f"{row.factored:,}", f"{row.rate:.2f}")

@@ -51,8 +51,8 @@ class FactorPlan:
         compression: float = 2.0,
         *,
         ranks: Mapping[str, int] | None = None,
-        include: Sequence[str] = ("*",),
-        exclude: Sequence[str] = (),
+        include: str | Sequence[str] = ("*",),
+        exclude: str | Sequence[str] = (),
     ) -> "FactorPlan":
         """Plan for a module or a dict of shapes.
 
@@ -61,6 +61,7 @@ class FactorPlan:
         are. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
         """
         layout = Layout.of(source)
+        include, exclude = ((given,) if isinstance(given, str) else given for given in (include, exclude))
         if not (math.isfinite(compression) and compression > 0):
             raise TDPFedError(f"compression: {compression} given, must be a finite rate above 0")
         explicit: dict[str, int] = {}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import small
 from tdpfed.algorithms import TDPFed, Turn
+from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulate import Simulation
 from tdpfed.plan import FactorPlan
 
@@ -102,7 +103,7 @@ def test_variants_differ() -> None:
     """Otherwise the test above could not tell them apart."""
     options: list[dict[str, Any]] = [
         {}, {"optimizer_state": "local-round"}, {"factor_steps": "alternating"}, {"optimizer": "gd"},
-        {"optimizer": "adagrad"}, {"optimizer": "rmsprop"}, {"optimizer": "als"}, {"keep_theta": True},
+        {"optimizer": "adagrad"}, {"optimizer": "rmsprop"}, {"optimizer": "als"},
         {"momentum": 0.0}, {"lam": 5.0}, {"s": 3}, {"s_prime": 4}, {"eta_p": 0.06},
     ]  # fmt: skip
     results = [one_client(settings(**option))[2] for option in options]
@@ -185,11 +186,26 @@ def test_theta_starts_from_the_global_model_or_is_kept() -> None:
             seen.append(theta)
             return simulation.objective.gradient(theta, batch)
 
-        bound.update(
-            bound.broadcast(simulation.server, turn), {"theta": own[None]}, simulation.runner.batches(turn), spy, turn
-        )
+        private = rows_of(simulation.private, turn.clients)
+        bound.update(bound.broadcast(simulation.server, turn), private, simulation.runner.batches(turn), spy, turn)
         torch.testing.assert_close(seen[0][0], start, rtol=1e-12, atol=1e-12)
         assert len(seen) == algorithm.tau * algorithm.s
+
+
+def test_a_client_that_keeps_theta_starts_its_first_round_from_the_global_model() -> None:
+    simulation = small.train(settings(keep_theta=True), rounds=0, model="conv", runner="loop")
+    bound = simulation.algorithm
+    assert isinstance(bound, TDPFed)
+    turn = Turn(0, 1, torch.tensor([CLIENT]))
+    seen: list[Tensor] = []
+
+    def spy(theta: Tensor, batch: Any) -> Any:
+        seen.append(theta)
+        return simulation.objective.gradient(theta, batch)
+
+    private = rows_of(simulation.private, turn.clients)
+    bound.update(bound.broadcast(simulation.server, turn), private, simulation.runner.batches(turn), spy, turn)
+    torch.testing.assert_close(seen[0][0], bound.plan.compose(simulation.server["factors"]), rtol=1e-12, atol=1e-12)
 
 
 def test_act_starts_theta_from_the_averaged_tensor_itself() -> None:

@@ -129,7 +129,9 @@ def test_the_quantities_agree_with_finite_differences_and_a_plain_loop(weights: 
         else torch.full((3,), 1 / 3, dtype=torch.float64)
     )
     sizes = simulation.federation.train_size.double() if weights == "samples" else torch.ones(3).double()
-    got = diagnose(simulation.runner, simulation.server, TURN, sizes, Diagnostics(steps=500, tol=1e-13))
+    got = diagnose(
+        simulation.runner, simulation.server, simulation.private, TURN, sizes, Diagnostics(steps=500, tol=1e-13)
+    )
 
     gradients = torch.stack([finite_differences(a, c[k]) for k in range(CLIENTS)])
     mean = share @ gradients
@@ -163,11 +165,13 @@ def test_the_quantities_agree_with_finite_differences_and_a_plain_loop(weights: 
 def test_exact_clients_do_not_drift_in_their_first_local_round() -> None:
     simulation = make(settings={"s": 400, "tau": 1, "momentum": 0.0})
     weights = torch.ones(3).double()
-    got = diagnose(simulation.runner, simulation.server, TURN, weights, Diagnostics(steps=500, tol=1e-13))
+    got = diagnose(
+        simulation.runner, simulation.server, simulation.private, TURN, weights, Diagnostics(steps=500, tol=1e-13)
+    )
     assert got["drift"] < 1e-12
     assert got["gradient_norm"] > 1e-3
     moved = make(settings={"s": 400, "tau": 5, "momentum": 0.0})
-    assert diagnose(moved.runner, moved.server, TURN, weights, Diagnostics(steps=500))["drift"] > 1e-6
+    assert diagnose(moved.runner, moved.server, moved.private, TURN, weights, Diagnostics(steps=500))["drift"] > 1e-6
 
 
 def test_records_hold_them_when_asked() -> None:

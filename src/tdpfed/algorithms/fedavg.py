@@ -19,7 +19,7 @@ class FedAvg(Algorithm):
 
     name: ClassVar[str] = "fedavg"
 
-    eta: float = hyper(0.05, "learning rate", above=0)
+    eta: float = hyper(0.05, "learning rate", above=0, most=1e38)
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Start from the common initial parameters."""

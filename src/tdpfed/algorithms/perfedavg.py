@@ -19,7 +19,7 @@ class PerFedAvg(FedAvg):
 
     name: ClassVar[str] = "perfedavg"
 
-    alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0)
+    alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38)
     variant: Literal["first-order", "hessian-free"] = hyper("first-order", "how the adaptation step is differentiated")
     delta: float = hyper(1e-3, "hessian-free: half the distance of the two gradients that are compared", above=0)
 

@@ -37,8 +37,8 @@ class TDPFed(Algorithm):
     s: int = hyper(5, "steps on theta per local round", least=1)
     s_prime: int = hyper(17, "s': steps on the factors per local round", least=1)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1)
-    eta: float = hyper(8e-4, "learning rate of the factors", above=0)
-    eta_p: float = hyper(0.08, "learning rate of theta", above=0)
+    eta: float = hyper(8e-4, "learning rate of the factors", above=0, most=1e38)
+    eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
     momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
         "adam", "what moves the factors; als is one damped least-squares sweep in place of the s' steps"
@@ -76,20 +76,27 @@ class TDPFed(Algorithm):
         """AFM sends the factors, ACT the factors and the full tensor."""
         return to_each(server, turn)
 
+    def init_private(self, theta: Tensor) -> State:
+        """Keep theta and, where rounds start from it, whether there has been one."""
+        return {"theta": theta, "seen": theta.new_zeros(1)} if self.keep_theta else {"theta": theta}
+
     def update(
         self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
     ) -> tuple[State, State, State]:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
         del turn
         theta, a, loss = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
-        return {"theta": theta}, {"factors": a}, {"loss": loss}
+        kept = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
+        return {"theta": theta, **kept}, {"factors": a}, {"loss": loss}
 
     def local_rounds(
         self, message: State, private: State, batches: Batches, grad: Grad
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield theta, the factors and the loss after each local round."""
         a = message["factors"]
-        theta = private["theta"] if self.keep_theta else self._full(message)
+        theta = self._full(message)
+        if self.keep_theta:
+            theta = torch.where(private["seen"] > 0, private["theta"], theta)
         personal = optim.nesterov(self.eta_p, self.momentum)
         state: optim.State | None = None
         for t in range(self.tau):

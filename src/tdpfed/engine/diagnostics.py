@@ -36,8 +36,10 @@ def defined_for(algorithm: Algorithm) -> TDPFed:
     return algorithm
 
 
-def diagnose(runner: Runner, server: State, turn: Turn, weights: Tensor, settings: Diagnostics) -> dict[str, float]:
-    """Return the analysis' quantities at the server's factors, for the turn's clients with their weights.
+def diagnose(
+    runner: Runner, server: State, private: State, turn: Turn, weights: Tensor, settings: Diagnostics
+) -> dict[str, float]:
+    """Return the analysis' quantities at the server's factors, for the turn's clients with their rows and weights.
 
     ``gradient_norm``: squared norm of the gradient of F in the factors (Theorem 1a). ``distance``: mean squared
     distance of the personalised models to the global tensorised model (Theorem 1b). ``diversity``: mean squared
@@ -47,9 +49,8 @@ def diagnose(runner: Runner, server: State, turn: Turn, weights: Tensor, setting
     algorithm = defined_for(runner.algorithm)
     share = (weights / weights.sum()).double()
     a = server["factors"].expand(len(turn.clients), -1)
-    solved, gradients = envelope(runner, a, turn, settings)
+    _, gradients = envelope(runner, a, turn, settings)
     mean = share @ gradients.double()
-    private = {"theta": solved}
     message = algorithm.broadcast(server, turn)
     drift, before = torch.zeros_like(share), a
     for theta, factors, _ in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):

@@ -29,13 +29,19 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: str) -> "RunFolder":
         """Make the folder and write the resolved configuration."""
+        cls.check(path)
         with _named_errors(path):
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.toml").write_text(config, encoding="utf-8")
             (path / "metrics.jsonl").touch()
         return cls(path)
+
+    @staticmethod
+    def check(path: Path) -> None:
+        """Refuse a path that holds anything; nothing is written."""
+        with _named_errors(path):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
 
     def append(self, record: Record) -> None:
         """Add a record as one line, flushed."""

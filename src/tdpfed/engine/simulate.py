@@ -1,5 +1,6 @@
 """The round loop: choose clients, run them, aggregate, evaluate; it yields a record per evaluated round."""
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,14 +57,15 @@ class Simulation:
         loss: Loss = nn.functional.cross_entropy,
         diagnostics: Diagnostics | None = None,
     ) -> None:
-        self.objective = Objective.of(model, loss)
+        # A copy, where the data are: the caller's model stays as it is.
+        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
         self.federation = federation
         self.algorithm = algorithm.bind(self.objective.layout)
         self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
         self._check(runner, chunk)
         self._check_model(loss)
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
-        theta = self.objective.initial().to(federation.x)
+        theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
         self.server: State = self.algorithm.init(theta, generator)
         self.private: State = {
@@ -123,7 +125,8 @@ class Simulation:
         extra = None
         if self.diagnostics is not None and self._diagnosed:
             turn = self._turn(self.round, everybody)
-            extra = diagnose(self.runner, self.server, turn, self._weights(everybody), self.diagnostics)
+            weights = self._weights(everybody)
+            extra = diagnose(self.runner, self.server, self.private, turn, weights, self.diagnostics)
         return Record(
             round=self.round,
             loss=self.train_loss,
@@ -211,7 +214,7 @@ class Simulation:
         """Try the model on two samples, so that a wrong shape is told in words and before any work."""
         data = self.federation
         try:
-            outputs = self.objective.outputs(self.objective.initial().to(data.x), data.x[:2])
+            outputs = self.objective.outputs(self.objective.initial(), data.x[:2])
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
         if loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
@@ -247,12 +250,12 @@ class Result:
     def personalized(self) -> list[dict[str, Tensor]]:
         """Each client's personalised parameters by name, to load into the model."""
         layout = self.simulation.objective.layout
-        return [layout.unflatten(theta) for theta in self.simulation.personalized()]
+        return [layout.unflatten(theta) for theta in self.simulation.personalized().clone()]
 
     def global_model(self) -> dict[str, Tensor] | None:
         """The server's parameters by name; None if the method has none."""
         theta = self.simulation.global_model()
-        return None if theta is None else self.simulation.objective.layout.unflatten(theta)
+        return None if theta is None else self.simulation.objective.layout.unflatten(theta.clone())
 
 
 def simulate(
