@@ -6,6 +6,7 @@ server's.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,18 @@ class FedAvgSAR(FedAvg):
     compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
 
     def subset(self, turn: Turn, size: int) -> Tensor:
-        """Return the coordinates of each client's subset, ``(..., m)``."""
+        """Return the coordinates of each client's subset, ``(..., m)``; the last one is remembered."""
+        last, drawn = self._memo.get("last", (None, None))
+        if last is None or drawn is None or not _same(last, turn):
+            drawn = self._draw(turn, size)
+            self._memo["last"] = (turn, drawn)
+        return drawn
+
+    @cached_property
+    def _memo(self) -> dict[str, tuple[Turn, Tensor]]:
+        return {}  # broadcast, update and aggregate of a round ask for the same subset
+
+    def _draw(self, turn: Turn, size: int) -> Tensor:
         count = max(1, round(size / self.compression))
         bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
         position = torch.arange(count, device=turn.clients.device)
@@ -53,3 +65,7 @@ class FedAvgSAR(FedAvg):
         sent = torch.zeros_like(deltas).scatter_(-1, chosen, 1.0)
         share = average(sent, weights)
         return {"w": w + average(deltas, weights) / torch.where(share > 0, share, 1)}
+
+
+def _same(one: Turn, other: Turn) -> bool:
+    return (one.seed, one.round) == (other.seed, other.round) and torch.equal(one.clients, other.clients)

@@ -58,9 +58,15 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
     index = _feistel(index, rows, columns, bits)
     for _ in range(WALKS):
         outside = index >= size
-        if index.device.type == "cpu" and not bool(outside.any()):  # a GPU is not made to wait for the answer
+        if index.device.type != "cpu":  # a GPU is not made to wait for how many there are
+            index = torch.where(outside, _feistel(index, rows, columns, bits), index)
+            continue
+        few = outside.nonzero(as_tuple=True)
+        if not len(few[0]):
             break
-        index = torch.where(outside, _feistel(index, rows, columns, bits), index)
+        index = index.index_put(
+            few, _feistel(*(tensor.expand_as(index)[few] for tensor in (index, rows, columns, bits)))
+        )
     return index % size
 
 
@@ -88,8 +94,9 @@ def choose(seed: int, stream: Stream, round_: int, population: int, count: int) 
 def _feistel(index: Tensor, rows: Tensor, columns: Tensor, bits: Tensor) -> Tensor:
     left, right = index // columns, index % columns
     for turn in range(FEISTEL_ROUNDS):
+        salt = mix(bits ^ (turn * 0x632BE5AB & MASK))
         if turn % 2:
-            right = (right + mix(bits ^ mix(left + turn * 0x632BE5AB & MASK)) % columns) % columns
+            right = (right + mix((left * 0x9E3779B1 + salt) & MASK)) % columns
         else:
-            left = (left + mix(bits ^ mix(right + turn * 0x632BE5AB & MASK)) % rows) % rows
+            left = (left + mix((right * 0x9E3779B1 + salt) & MASK)) % rows
     return left * columns + right
