@@ -210,3 +210,21 @@ def test_toml_keeps_every_value(name: str, lam: float, seed: int, patterns: list
     config = parse_config(values)
     assert (config.data.name, config.algorithm["lam"], config.run.seed) == (name, lam, seed)
     assert again(config) == config
+
+
+def test_another_data_set_does_not_inherit_what_a_preset_says_of_its_own(tmp_path: Path) -> None:
+    assert load_config("digits").data.clients == 10
+    assert load_config("digits", ["data.name=mnist"]).data.clients is None
+    assert load_config("digits", ["data.name=mnist", "data.clients=7"]).data.clients == 7
+    assert load_config("digits", ["data.name=digits"]).data.clients == 10
+    own = tmp_path / "own.toml"
+    own.write_text('[data]\nname = "mnist"\nclients = 5\n')
+    assert load_config(str(own), ["data.name=digits"]).data.clients == 5
+
+
+@pytest.mark.parametrize(
+    "override", ["run.rounds=true", "run.rounds='5'", "algorithm.keep_theta=yes", "algorithm.tau=1.5"]
+)
+def test_types_are_strict(override: str) -> None:
+    with pytest.raises(TDPFedError, match=override.partition("=")[0]):
+        load_config("digits", [override])

@@ -5,6 +5,7 @@ standard error and exit status 2.
 """
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from datetime import datetime
@@ -37,12 +38,25 @@ DataRoot = Annotated[
 
 def main() -> None:
     """Run the command line; a :class:`TDPFedError` becomes a line on standard error and exit status 2."""
-    sys.path.insert(0, "")  # as `python -m` does, so that package.module:factory finds the user's own files
     try:
         app()
     except TDPFedError as error:
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)  # noqa: T201
-        sys.exit(2)
+        _fail(str(error))
+    except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
+        if "allocate" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no more to be had'})")
+
+
+def _fail(message: str) -> None:
+    print("error:", " ".join(message.splitlines()), file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
+def _find_own_code(model: str) -> None:
+    """Let ``package.module:factory`` be found in the working directory, after everything that is installed."""
+    if ":" in model:
+        sys.path.append(os.getcwd())
 
 
 def _version(wanted: bool) -> None:
@@ -86,6 +100,7 @@ def run(
     from tdpfed.experiment import prepare, threads
 
     config = load_config(source, set_)
+    _find_own_code(config.model.name)
     if out is not None:
         RunFolder.check(out)  # before the data are read
     simulation = prepare(config, data_root)
@@ -111,6 +126,24 @@ def run(
         Console().print(summary_table(summary, str(folder.path)))
     if status == "interrupted":
         raise typer.Exit(130)
+
+
+@app.command()
+def keys(
+    algorithm: Annotated[str, typer.Argument(metavar="[ALGORITHM]", help="Whose hyper-parameters to list.")] = "tdpfed",
+    json_: Json = False,
+) -> None:
+    """List every key of the configuration, with its default and its meaning."""
+    from tdpfed.config import describe
+
+    rows = describe(algorithm)
+    if json_:
+        _print_json({key: {"default": default, "meaning": meaning} for key, default, meaning in rows})
+        return
+    table = Table("key", "default", "meaning")
+    for key, default, meaning in rows:
+        table.add_row(key, "-" if default is None else json.dumps(default), meaning)
+    Console().print(table)
 
 
 @app.command()
@@ -142,9 +175,11 @@ def plan(
 
     shape = None if input_shape is None else [_whole("--input-shape", size) for size in input_shape.split(",")]
     ranks = dict(_pair("--rank", text) for text in rank or [])
-    made = FactorPlan.of(
-        from_spec(model, shape, classes), compression, ranks=ranks, include=include or ("*",), exclude=exclude or ()
-    )
+    _find_own_code(model)
+    # Shapes are enough, except that a factory of the user's own may want real tensors.
+    with torch.device("cpu" if ":" in model else "meta"):
+        built = from_spec(model, shape, classes)
+    made = FactorPlan.of(built, compression, ranks=ranks, include=include or ("*",), exclude=exclude or ())
     if not json_:
         Console().print(plan_table(made, f"{model}, compression {compression:g}"))
         return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -22,7 +22,7 @@ from tdpfed.errors import TDPFedError, unknown
 class Section(BaseModel):
     """A section of the configuration; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 S = TypeVar("S", bound=Section)
@@ -55,7 +55,7 @@ class Data(Section):
         None, description="how samples are dealt; natural where clients are given with the data, otherwise classes"
     )
     per_client: int = Field(2, ge=1, description="classes: how many classes a client holds")
-    alpha: float = Field(0.5, gt=0, description="dirichlet: concentration; smaller is less alike")
+    alpha: float = Field(0.5, gt=0, le=1e6, description="dirichlet: concentration; smaller is less alike")
     size_skew: float | None = Field(None, ge=0, description="iid and classes: how unequal the shares are; 0 is equal")
     min_samples: int = Field(1, ge=1, description="least number of samples per client")
     max_samples: int | None = Field(None, ge=2, description="cap on samples per client, to study scarce data")
@@ -117,11 +117,10 @@ def presets() -> list[str]:
 
 def load_config(source: str = "digits", overrides: list[str] | None = None) -> Config:
     """Read a preset by name or a TOML file by path, apply ``section.key=value`` overrides, and check it all."""
-    values = _read(source)
-    if any(override.partition("=")[0].strip() == "data.name" for override in overrides or []):
-        values["data"] = {}  # what a preset says of its own data set does not fit another one
-    for override in overrides or []:
-        _override(values, override)
+    values = _overridden(_read(source), overrides)
+    if source in presets() and values["data"].get("name") != _read(source)["data"]["name"]:
+        # What a preset says of its own data set does not fit another one.
+        values = _overridden({**_read(source), "data": {}}, overrides)
     return parse_config(values)
 
 
@@ -146,6 +145,19 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     return config
 
 
+def describe(algorithm: str) -> list[tuple[str, Any, str]]:
+    """Return every key with its default and its meaning, for a configuration with the given algorithm."""
+    if algorithm not in ALGORITHMS:
+        raise unknown("algorithm", algorithm, ALGORITHMS)
+    sections: dict[str, type[BaseModel]] = {"run": Run, "data": Data, "model": Model}
+    sections |= {"algorithm": _hyper_model(algorithm), "participation": Participation}
+    return [
+        (f"{section}.{key}", field.get_default(call_default_factory=True), field.description or "")
+        for section, model in sections.items()
+        for key, field in model.model_fields.items()
+    ]
+
+
 def to_toml(config: Config) -> str:
     """Return the resolved configuration as TOML; keys without a value are left out."""
     lines: list[str] = []
@@ -163,10 +175,17 @@ def _hyper_model(name: str) -> type[Section]:
     algorithm = ALGORITHMS[name]
     hints = get_type_hints(algorithm)
     fields: dict[str, Any] = {
-        item.name: (hints[item.name], Field(item.default, description=item.metadata["doc"]))
+        item.name: (
+            hints[item.name],
+            Field(item.default, description=item.metadata["doc"], strict=_strict(hints[item.name])),
+        )
         for item in algorithm.hyper_parameters()
     }
     return create_model(name, __base__=Section, **fields)
+
+
+def _strict(hint: Any) -> bool | None:
+    return False if get_origin(hint) is tuple else None  # TOML has lists only
 
 
 def _checked(section: type[S], values: Mapping[str, Any], where: str) -> S:
@@ -211,6 +230,12 @@ def _read(source: str) -> dict[str, Any]:
         raise TDPFedError(f"configuration: cannot read {source!r} ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TDPFedError(f"configuration: {source!r} is no valid TOML ({error})") from None
+
+
+def _overridden(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    for override in overrides or []:
+        _override(values, override)
+    return values
 
 
 def _override(values: dict[str, Any], text: str) -> None:

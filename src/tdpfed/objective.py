@@ -4,6 +4,8 @@ The model stays an ordinary ``nn.Module`` and is called as a function of a flat 
 ``(K, P)`` meet batches ``(K, B, ...)`` and one ``vmap`` computes all clients together.
 """
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.errors import TDPFedError
-from tdpfed.layout import Layout
+from tdpfed.layout import Layout, refuse_running_statistics
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -22,29 +24,56 @@ Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
+RECORDINGS = 16
+"""Kinds of input a recorded gradient is kept for."""
+
 
 @dataclass(frozen=True)
 class Objective:
     """``f(theta; batch)``: the mean loss of a model's output on a batch."""
 
     model: nn.Module
-    layout: Layout
+    layout: Layout  # of the parameters that are trained; frozen ones stay in the model
     loss: Loss
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss = nn.functional.cross_entropy) -> "Objective":
         """Make the objective of ``model``; ``loss(outputs, targets)`` gives the mean over the batch."""
+        refuse_running_statistics(model)
         for name, layer in model.named_modules():
             if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
                 raise TDPFedError(
                     f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws no seed of ours "
                     "repeats; remove it, set p=0 or call model.eval()"
                 )
-        return cls(model, Layout.of(model), loss)
+        return cls(model, Layout.of(_trained(model)), loss)
 
     def initial(self) -> Tensor:
-        """Return the model's own parameters as a flat vector ``(P,)``."""
-        return self.layout.flatten({name: value.detach() for name, value in self.model.named_parameters()})
+        """Return the model's own trained parameters as a flat vector ``(P,)``."""
+        return self.layout.flatten({name: value.detach() for name, value in _trained(self.model).items()})
+
+    def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
+        """Return the model's whole ``state_dict`` with parameters ``(P,)``: tied and frozen ones and buffers too."""
+        model = copy.deepcopy(self.model)
+        values = self.layout.unflatten(theta.detach())
+        for name, parameter in _trained(model).items():
+            parameter.data.copy_(values[name])
+        return model.state_dict()
+
+    def activation_size(self, x: Tensor) -> int:
+        """Return how many values the layers give per sample, counted on inputs ``(B, ...)``."""
+        counts: list[int] = []
+        leaves = [layer for layer in self.model.modules() if not any(layer.children())]
+        hooks = [
+            layer.register_forward_hook(lambda *call: counts.append(call[2].numel() if torch.is_tensor(call[2]) else 0))
+            for layer in leaves
+        ]
+        try:
+            self.outputs(self.initial(), x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return (x.numel() + sum(counts)) // len(x)
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
@@ -59,11 +88,14 @@ class Objective:
         """Return gradient ``(..., P)`` and loss ``(...)``, with or without a leading client axis."""
         if theta.ndim == 1:
             return self._one(theta, *batch)
-        if theta.device.type == "cpu" and self._convolves:
-            # A CPU runs K convolutions faster than one convolution of K groups.
+        if self.one_by_one(theta):
             gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
             return torch.stack(gradients), torch.stack(losses)
         return self._many(theta, *batch)
+
+    def one_by_one(self, theta: Tensor) -> bool:
+        """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
+        return theta.device.type == "cpu" and self._convolves
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
@@ -90,13 +122,21 @@ class Objective:
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
 
 
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise TDPFedError("model: no parameter requires a gradient, at least one must be trained")
+    return trained
+
+
 def replayed(function: Gradient) -> Gradient:
     """Return ``function``, recorded once per kind of input and replayed: the same operations, and so the same bits.
 
     Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. A
-    function that cannot be recorded (its path depends on values) is called as it is.
+    function that cannot be recorded (its path depends on values) is called as it is. What a model's ``forward`` does
+    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept.
     """
-    recorded: dict[tuple[object, ...], Gradient] = {}
+    recorded: OrderedDict[tuple[object, ...], Gradient] = OrderedDict()
 
     def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
         return function(theta, x, y)
@@ -106,8 +146,12 @@ def replayed(function: Gradient) -> Gradient:
         if kind not in recorded:
             try:
                 recorded[kind] = make_fx(record)(theta, x, y)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
             except Exception:  # whatever stops recording, calling it shows the real error if there is one
                 recorded[kind] = function
+            if len(recorded) > RECORDINGS:
+                recorded.popitem(last=False)
         return recorded[kind](theta, x, y)
 
     return call

@@ -68,7 +68,12 @@ class FactorPlan:
         for pattern, rank in (ranks or {}).items():
             cp.check_rank(rank, f"rank of {pattern!r}")
             for name in _matching(layout, pattern, "ranks"):
-                if len(layout.shapes[layout.names.index(name)]) < 2:
+                shape = layout.shapes[layout.names.index(name)]
+                if rank > math.prod(shape):
+                    raise TDPFedError(
+                        f"rank of {pattern!r}: {rank} given, must be at most {math.prod(shape)} for {name!r}"
+                    )
+                if len(shape) < 2:
                     raise TDPFedError(
                         f"ranks: {pattern!r} matches {name!r}, which has fewer than two dimensions and stays dense"
                     )

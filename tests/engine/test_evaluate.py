@@ -35,14 +35,13 @@ def by_hand(objective: Objective, theta: Tensor, data: Federation, k: int) -> tu
 
 @pytest.mark.parametrize("at_once", [1, 3, 5, 8, 4096])
 @pytest.mark.parametrize("kind", ["each", "one"])
-def test_scores_by_hand_in_pieces_of_any_size(kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", at_once)
+def test_scores_by_hand_in_pieces_of_any_size(kind: str, at_once: int) -> None:
     objective, theta, data = case()
     if kind == "each":
-        score = evaluate.score_each(objective, theta, data, torch.arange(5))
+        score = evaluate.score_each(objective, theta, data, torch.arange(5), at_once)
         expected = [by_hand(objective, theta[k], data, k) for k in range(5)]
     else:
-        score = evaluate.score_one(objective, theta[2], data)
+        score = evaluate.score_one(objective, theta[2], data, at_once)
         expected = [by_hand(objective, theta[2], data, k) for k in range(5)]
     assert score.count.tolist() == TESTS
     assert score.correct.tolist() == [correct for correct, _ in expected]
@@ -81,9 +80,32 @@ def test_memory_is_bounded_by_the_piece(monkeypatch: pytest.MonkeyPatch) -> None
         return inner(self, theta, batch)
 
     monkeypatch.setattr(Objective, "per_sample", spy)
-    monkeypatch.setattr(evaluate, "SAMPLES_AT_ONCE", 10)
     objective, theta, data = case()
-    evaluate.score_each(objective, theta, data, torch.arange(5))
-    evaluate.score_one(objective, theta[0], data)
+    evaluate.score_each(objective, theta, data, torch.arange(5), at_once=10)
     assert max(seen) <= 10
-    assert len(seen) == 4 + 2
+    assert sum(seen) == int(data.test_size.sum())  # and nothing is computed that does not count
+    seen.clear()
+    evaluate.score_one(objective, theta[0], data, at_once=10)
+    assert max(seen) <= 10
+    assert sum(seen) == int(data.test_size.sum())
+
+
+def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective, _, data = case()
+    data = data.to("cpu", torch.float32)
+    assert evaluate.samples_at_once(objective, data) == evaluate.SAMPLES_AT_ONCE
+    monkeypatch.setattr(evaluate, "VALUES_AT_ONCE", 3 * objective.activation_size(data.x[:2]))
+    assert evaluate.samples_at_once(objective, data) == 3
+
+
+def test_convolutions_are_scored_client_by_client_on_a_cpu_with_the_same_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = small.federation()
+    objective = Objective.of(small.convnet())
+    theta = objective.initial() + torch.linspace(-0.1, 0.1, 5, dtype=torch.float64)[:, None]
+    singly = evaluate.score_each(objective, theta, data, torch.arange(5))
+    monkeypatch.setattr(Objective, "one_by_one", lambda self, theta: False)
+    together = evaluate.score_each(objective, theta, data, torch.arange(5))
+    assert torch.equal(singly.correct, together.correct)
+    torch.testing.assert_close(singly.loss, together.loss)

@@ -48,8 +48,8 @@ class Algorithm(ABC):
     communicates: ClassVar[bool] = True
     """Whether anything travels between clients and server."""
 
-    tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1)
-    batch_size: int = hyper(20, "samples per minibatch", least=1)
+    tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1, most=10**6)
+    batch_size: int = hyper(20, "samples per minibatch", least=1, most=10**6)
     weights: Literal["samples", "uniform"] = hyper(
         "samples", "what a client counts in the average: its number of training samples, or the same for all"
     )

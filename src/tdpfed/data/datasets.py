@@ -202,7 +202,7 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
         str(path),
         x if x.dtype == np.uint8 else x.astype(np.float32),
         y.astype(np.int64),
-        int(y.max()) + 1 if classes is None else classes,
+        formats.count_classes(y) if classes is None else classes,
         mask,
         None if ids is None else numbered(ids),
     )

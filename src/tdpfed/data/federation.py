@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tdpfed.data import partition
 from tdpfed.data.datasets import Dataset
+from tdpfed.data.formats import count_classes
 from tdpfed.data.partition import Parts
 from tdpfed.errors import TDPFedError, unknown
 
@@ -93,7 +94,7 @@ class Federation:
         random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per channel of an
         image, per feature of a flat sample), "unit" (bytes to 0..1) or "none".
         """
-        x, y = _tensor(x), _tensor(y)
+        x, y = _tensor(x).detach(), _tensor(y)
         ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
         mask = None if test_mask is None else torch.as_tensor(test_mask).cpu().numpy()
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
@@ -109,7 +110,7 @@ class Federation:
             raise TDPFedError("x: no samples; allowed: 1 or more")
         owned = partition.natural(ids)
         parts = partition.split(owned, test_fraction, seed) if mask is None else partition.split_official(owned, mask)
-        classes = int(y.long().max()) + 1 if classes is None else classes
+        classes = count_classes(y.numpy(force=True)) if classes is None else classes
         return cls._gather(name, x, y, parts, classes, normalize, dtype)
 
     @classmethod

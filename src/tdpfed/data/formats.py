@@ -58,6 +58,17 @@ def check_labels(path: Path | str, labels: Array, classes: int) -> NDArray[np.in
     return labels.astype(np.int64)
 
 
+def count_classes(labels: Array) -> int:
+    """Return one more than the largest label; refuse labels that are no class numbers but codes or measurements."""
+    count = int(labels.max()) + 1
+    if count > max(2, labels.size):
+        raise TDPFedError(
+            f"y: labels up to {count - 1} for {labels.size} samples; allowed: 0 to one less than the number of classes "
+            "(name that number if there really are so many)"
+        )
+    return count
+
+
 def read_cifar(
     paths: list[Path], members: tuple[str, ...], records: tuple[int, ...], label_bytes: int, classes: int
 ) -> tuple[list[Array], list[NDArray[np.int64]]]:

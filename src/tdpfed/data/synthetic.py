@@ -18,6 +18,17 @@ def synthetic(
     alpha: float = 1.0, beta: float = 1.0, clients: int = 20, dimension: int = 60, classes: int = 10, seed: int = 0
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
     """Return x (N, dimension), y (N,) and the client of each sample (N,)."""
+    given: dict[str, Any] = {
+        "alpha": alpha,
+        "beta": beta,
+        "clients": clients,
+        "dimension": dimension,
+        "classes": classes,
+    }
+    for field, value in given.items():
+        whole = field not in ("alpha", "beta")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise TDPFedError(f"{field}: {value!r}; allowed: a {'whole ' if whole else ''}number")
     for field, variance in (("alpha", alpha), ("beta", beta)):
         if not 0 <= variance < np.inf:
             raise TDPFedError(f"{field}: {variance!r}; allowed: a variance of 0 or more")

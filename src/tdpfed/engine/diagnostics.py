@@ -69,6 +69,7 @@ def diagnose(
 def envelope(runner: Runner, a: Tensor, turn: Turn, settings: Diagnostics) -> tuple[Tensor, Tensor]:
     """Return each client's minimiser theta_k ``(K, P)`` and ``grad F_k`` ``(K, Q)`` at factors ``(K, Q)``."""
     algorithm, data = defined_for(runner.algorithm), runner.federation
+    gradient = torch.func.grad_and_value(runner.objective.value)  # not recorded: every client's data have another size
     solutions = []
     for row, client in enumerate(turn.clients.tolist()):
         x, y, _, _ = data.client(client)
@@ -76,7 +77,7 @@ def envelope(runner: Runner, a: Tensor, turn: Turn, settings: Diagnostics) -> tu
         theta, lr = w, algorithm.eta_p
         previous = torch.full((), torch.inf, dtype=w.dtype, device=w.device)
         for _ in range(settings.steps):
-            g = runner.objective.gradient(theta, (x, y))[0] + algorithm.lam * (theta - w)
+            g = gradient(theta, x, y)[0] + algorithm.lam * (theta - w)
             norm = torch.linalg.vector_norm(g)
             if norm <= settings.tol * torch.linalg.vector_norm(theta):
                 break

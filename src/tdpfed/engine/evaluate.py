@@ -9,7 +9,10 @@ from tdpfed.data.federation import Federation
 from tdpfed.objective import Objective
 
 SAMPLES_AT_ONCE = 4096
-"""Samples in one forward pass, over all clients computed together."""
+"""Samples in one forward pass, over all clients computed together, where memory allows."""
+
+VALUES_AT_ONCE = 1 << 28
+"""Activations one forward pass may hold."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,42 @@ class Score:
         return [correct / count if count else None for correct, count in pairs]
 
 
-def score_each(objective: Objective, theta: Tensor, federation: Federation, clients: Tensor) -> Score:
+def samples_at_once(objective: Objective, federation: Federation) -> int:
+    """Return how many samples to send through the model together."""
+    return min(SAMPLES_AT_ONCE, max(1, VALUES_AT_ONCE // objective.activation_size(federation.x[:2])))
+
+
+def score_each(
+    objective: Objective, theta: Tensor, federation: Federation, clients: Tensor, at_once: int = SAMPLES_AT_ONCE
+) -> Score:
     """Score each client's own parameters ``(K, P)`` on that client's test samples."""
     start, size = federation.test_start[clients], federation.test_size[clients]
     correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
     losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
-    width = max(1, SAMPLES_AT_ONCE // len(clients))
-    for offset in range(0, int(size.max()), width):
-        position = offset + torch.arange(width, device=theta.device)
-        inside = position < size[:, None]
-        # Past a client's end its last sample stands in, or the one before its start if it has none; neither is counted.
-        index = start[:, None] + position.minimum(size[:, None] - 1)
-        loss, right = objective.per_sample(theta, (federation.x[index], federation.y[index]))
-        correct += (right & inside).sum(-1)
-        losses += torch.where(inside, loss.double(), 0.0).sum(-1)
+    everybody = torch.arange(len(clients), device=theta.device)
+    for group in everybody.unbind() if objective.one_by_one(theta) else [everybody]:
+        done = 0
+        while (left := group[size[group] > done]).numel():
+            # As many samples as every client of the group still has: nothing is computed that does not count.
+            width = min(max(1, at_once // left.numel()), int(size[left].min()) - done)
+            rows = left if group.ndim else group
+            index = (start[rows] + done).unsqueeze(-1) + torch.arange(width, device=theta.device)
+            some = theta if len(left) == len(theta) > 1 and group.ndim else theta[rows]
+            loss, right = objective.per_sample(some, (federation.x[index], federation.y[index]))
+            correct[rows] += right.sum(-1)
+            losses[rows] += loss.double().sum(-1)
+            done += width
     return Score(correct.cpu(), size.cpu(), losses.cpu())
 
 
-def score_one(objective: Objective, theta: Tensor, federation: Federation) -> Score:
+def score_one(objective: Objective, theta: Tensor, federation: Federation, at_once: int = SAMPLES_AT_ONCE) -> Score:
     """Score the same parameters ``(P,)`` on every client's test samples."""
     first, last = int(federation.test_start[0]), int(federation.test_start[-1] + federation.test_size[-1])
     owner = torch.arange(federation.clients, device=theta.device).repeat_interleave(federation.test_size)
     correct = torch.zeros(federation.clients, dtype=torch.int64, device=theta.device)
     losses = torch.zeros(federation.clients, dtype=torch.float64, device=theta.device)
-    for begin in range(first, last, SAMPLES_AT_ONCE):
-        part = slice(begin, min(begin + SAMPLES_AT_ONCE, last))
+    for begin in range(first, last, at_once):
+        part = slice(begin, min(begin + at_once, last))
         loss, right = objective.per_sample(theta, (federation.x[part], federation.y[part]))
         who = owner[part.start - first : part.stop - first]
         correct.index_add_(0, who, right.long())

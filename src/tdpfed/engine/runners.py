@@ -6,6 +6,7 @@ takes clients in chunks; a client's bits do not depend on its company, so any ch
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -18,14 +19,11 @@ from tdpfed.objective import Objective
 
 RunnerName = Literal["batched", "loop"]
 
-CHUNK_BYTES = {"cpu": 2 << 30, "cuda": 32 << 30}
-"""How much the intermediates of one chunk may take by estimate."""
+CPU_BYTES = 2 << 30
+"""How much the intermediates of one chunk may take on a CPU by estimate; on a GPU it is half of what is free."""
 
 VECTORS_PER_CLIENT = 16
 """Parameter-sized vectors alive per client in the widest step (parameters, gradients, anchors, optimiser state)."""
-
-ACTIVATION_FACTOR = 64
-"""Activations of a sample, as a multiple of its input values; generous for the models of this package."""
 
 LEAST_TOGETHER = 3
 """Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
@@ -54,7 +52,7 @@ class Runner:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
         if self.kind == "loop":
             return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-        size = self.chunk or self._fitting()
+        size = self.chunk or self._fitting
         return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
 
     def batches(self, turn: Turn) -> Batches:
@@ -85,12 +83,15 @@ class Runner:
         message = self.algorithm.broadcast(server, turn)
         return self.algorithm.update(message, private, self.batches(turn), self.objective.gradient, turn)
 
+    @cached_property
     def _fitting(self) -> int:
         """Return how many clients fit into the memory of a chunk."""
-        item = self.federation.x.element_size()
-        batch = self.algorithm.batch_size * self.federation.x[0].numel() * ACTIVATION_FACTOR
-        per_client = item * (VECTORS_PER_CLIENT * self.objective.layout.size + batch)
-        return max(2, CHUNK_BYTES.get(self.federation.device.type, CHUNK_BYTES["cpu"]) // per_client)
+        data = self.federation
+        # Forward and backward keep about two values per activation; grouped convolutions copy them once more.
+        activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2])
+        per_client = data.x.element_size() * (VECTORS_PER_CLIENT * self.objective.layout.size + activations)
+        bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_BYTES
+        return max(LEAST_TOGETHER, bytes_ // per_client)
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

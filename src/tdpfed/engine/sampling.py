@@ -2,7 +2,8 @@
 
 A minibatch is a function of (seed, round, client, step), a client's choice one of (seed, round, client), and so on. The
 same numbers come out whatever the runner, the order or chunking of clients, the device, or a resume in between. All of
-it is 32-bit integer arithmetic in int64 tensors, which is exact and the same on CPU and GPU.
+it is integer arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are right), the same on CPU and
+GPU.
 """
 
 from enum import IntEnum
@@ -24,6 +25,7 @@ class Stream(IntEnum):
     DROP = 3
     SUBSET = 4
     INIT = 5
+    CODEC = 6
 
 
 def mix(x: Tensor) -> Tensor:

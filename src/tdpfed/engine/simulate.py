@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -68,9 +69,11 @@ class Simulation:
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
         self.server: State = self.algorithm.init(theta, generator)
+        shipped = self.algorithm.global_model(self.server)
+        start = theta if shipped is None else shipped  # the model both sides know before round 1
         self.private: State = {
             name: value.expand(federation.clients, *value.shape).clone()
-            for name, value in self.algorithm.init_private(theta).items()
+            for name, value in self.algorithm.init_private(start).items()
         }
         self.round = 0
         self.ledger = Ledger()
@@ -84,8 +87,8 @@ class Simulation:
         Rounds whose diagnostics were asked for have a record too.
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
-            if value < 1:
-                raise TDPFedError(f"{name}: {value} given, must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise TDPFedError(f"{name}: {value!r} given, must be a whole number of at least 1")
         began, last = time.perf_counter(), self.round + rounds
         while self.round < last:
             self.step()
@@ -95,7 +98,7 @@ class Simulation:
                 yield self.record(time.perf_counter() - began)
 
     def step(self) -> None:
-        """Run one communication round; it counts when it is done. With every chosen client lost nothing changes."""
+        """Run one communication round; it counts when it is done. If nobody is left to train, nothing changes."""
         number = self.round + 1
         chosen, trained = self._who(number)
         if len(trained):
@@ -114,14 +117,15 @@ class Simulation:
     def record(self, seconds: float) -> Record:
         """Evaluate all models after the current round."""
         everybody = torch.arange(self.federation.clients, device=self.federation.device)
-        personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody)
+        at_once = self._samples_at_once
+        personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody, at_once)
         own = None
         if self._trained is not None:
             clients, outcome = self._trained
             local = self.algorithm.local_model(outcome.private, outcome.upload)
-            own = evaluate.score_each(self.objective, local, self.federation, clients)
+            own = evaluate.score_each(self.objective, local, self.federation, clients, at_once)
         shipped = self.global_model()
-        common = None if shipped is None else evaluate.score_one(self.objective, shipped, self.federation)
+        common = None if shipped is None else evaluate.score_one(self.objective, shipped, self.federation, at_once)
         extra = None
         if self.diagnostics is not None and self._diagnosed:
             turn = self._turn(self.round, everybody)
@@ -162,6 +166,10 @@ class Simulation:
         """The mean over clients of the last minibatch's loss; None if none trained."""
         return None if self._trained is None else float(self._trained[1].metrics["loss"].double().mean())
 
+    @cached_property
+    def _samples_at_once(self) -> int:
+        return evaluate.samples_at_once(self.objective, self.federation)
+
     @property
     def _diagnosed(self) -> bool:
         return self.diagnostics is not None and self.round % self.diagnostics.every == 0
@@ -189,7 +197,7 @@ class Simulation:
         return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, weighted_mean)
 
     def _weights(self, clients: Tensor) -> Tensor:
-        sizes = self.federation.train_size[clients].to(self.federation.x.dtype)
+        sizes = self.federation.train_size[clients].double()
         return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
 
     def _count(self, uploads: int, turn: Turn, outcome: Outcome) -> None:
@@ -211,21 +219,32 @@ class Simulation:
             )
 
     def _check_model(self, loss: Loss) -> None:
-        """Try the model on two samples, so that a wrong shape is told in words and before any work."""
-        data = self.federation
+        """Try the model on two samples, so that what does not fit is told in words and before any work."""
+        data, theta = self.federation, self.objective.initial()
         try:
-            outputs = self.objective.outputs(self.objective.initial(), data.x[:2])
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            outputs = self.objective.outputs(theta, data.x[:2])
+        except Exception as error:  # the user's own code may raise anything
             raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
+        if not torch.is_tensor(outputs):
+            raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
         if loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
             raise TDPFedError(
                 f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
                 f"must be (2, classes) with at least the data's {data.classes} classes"
             )
+        try:
+            torch.func.vmap(self.objective.value)(theta.expand(2, -1), data.x[:2, None], data.y[:2, None])
+        except Exception as error:  # a draw in forward, or a path that depends on values
+            raise TDPFedError(
+                f"model: cannot be computed for several clients at once ({str(error).splitlines()[0]}); "
+                "its forward must draw nothing at random and branch on no values"
+            ) from error
 
     def _check(self, runner: str, chunk: int | None) -> None:
         if runner not in ("batched", "loop"):
             raise unknown("runner", runner, ("batched", "loop"))
+        if not 0 <= self.seed < 2**63:
+            raise TDPFedError(f"seed: {self.seed} given, must be 0 or more")
         if chunk is not None and chunk < 1:
             raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
         if self.diagnostics is not None:
@@ -248,14 +267,13 @@ class Result:
         return self.records[-1]
 
     def personalized(self) -> list[dict[str, Tensor]]:
-        """Each client's personalised parameters by name, to load into the model."""
-        layout = self.simulation.objective.layout
-        return [layout.unflatten(theta) for theta in self.simulation.personalized().clone()]
+        """Each client's personalised model as a ``state_dict`` of the model."""
+        return [self.simulation.objective.state_dict(theta) for theta in self.simulation.personalized()]
 
     def global_model(self) -> dict[str, Tensor] | None:
-        """The server's parameters by name; None if the method has none."""
+        """The server's model as a ``state_dict``; None if the method has none."""
         theta = self.simulation.global_model()
-        return None if theta is None else self.simulation.objective.layout.unflatten(theta.clone())
+        return None if theta is None else self.simulation.objective.state_dict(theta)
 
 
 def simulate(

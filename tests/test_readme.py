@@ -1,0 +1,113 @@
+"""README's own code and promises, and what its readers may type."""
+
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import small
+from tdpfed import TDPFed, display, experiment
+from tdpfed.cli import app
+from tdpfed.config import describe, load_config
+from tdpfed.engine.records import Record
+from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_example_runs_and_learns() -> None:
+    example = next(re.finditer(r"```python\n(.*?)```", README, re.DOTALL)).group(1)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    accuracy, uploaded = done.stdout.split()
+    assert float(accuracy) > 0.75
+    assert int(uploaded) > 0
+
+
+def test_every_command_line_in_readme_parses() -> None:
+    block = next(block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if block.startswith("tdpfed run"))
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(commands) >= 8
+    for _, name, *arguments in commands:
+        done = CliRunner().invoke(app, [name, *arguments, "--help"])
+        assert done.exit_code == 0, done.output
+        overrides = [arguments[n + 1] for n, word in enumerate(arguments) if word == "--set"]
+        if name == "run" and (not arguments or not arguments[0].endswith(".toml")):
+            load_config(arguments[0] if arguments and not arguments[0].startswith("-") else "digits", overrides)
+
+
+def test_keys_lists_every_key_with_a_meaning() -> None:
+    for key, _, meaning in describe("tdpfed"):
+        assert meaning, key
+        section, _, name = key.partition(".")
+        assert name in load_config("digits").model_dump()[section]
+    assert "algorithm.s_prime" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["keys"]).output
+    assert "algorithm.s_prime" not in CliRunner().invoke(app, ["keys", "fedavg", "--json"]).output
+    with pytest.raises(TDPFedError, match="did you mean 'fedavg'"):
+        describe("fedvg")
+
+
+def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(display, "Console", lambda **_: Console(file=screen, force_terminal=True, width=160))
+    simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1, s=1, s_prime=1))
+    records: list[Record] = []
+    with display.progress(simulation, 2, records) as on_round:
+        records.extend(simulation.run(2, 1, on_round))
+    for words in ("tdpfed on", "accuracy", "loss", "MB", "2/2"):
+        assert words in screen.getvalue()
+
+
+@pytest.mark.parametrize("first", ["", "import torch; "])
+def test_the_variable_that_makes_products_repeat_is_set_on_import(first: str) -> None:
+    code = f"{first}import os, tdpfed; print(os.environ['MKL_CBWR'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
+    assert done.stdout.strip() == "AUTO,STRICT"
+
+
+def test_a_module_of_the_working_directory_shadows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise SystemExit('shadowed')")
+    code = "from tdpfed.cli import main; main()"
+    arguments = ["run", "--set", "run.rounds=1", "--set", "algorithm.tau=1", "--json"]
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--classes", "1000000000000"], ["--input-shape", "10000000000,1000000"]])
+def test_a_plan_of_any_size_needs_no_memory(arguments: list[str]) -> None:
+    assert CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", "dnn", *arguments]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.name=synthetic", "data.options.alpha=abc"], "alpha"),
+        (["data.name=synthetic", "data.options.clients=2.5"], "clients"),
+        (["algorithm.batch_size=1000000000000000"], "batch_size"),
+        (["algorithm.ranks={'fc1.weight'=100000000000}"], "rank"),
+        (["data.partition=dirichlet", "data.alpha=1e308"], "alpha"),
+    ],
+)
+def test_absurd_sizes_are_refused_in_words(overrides: list[str], words: str, tmp_path: Path) -> None:
+    arguments = [word for override in overrides for word in ("--set", override)]
+    done = CliRunner().invoke(app, ["run", *arguments, "--out", str(tmp_path / "run")])
+    assert isinstance(done.exception, TDPFedError)
+    assert words in str(done.exception)
+    assert not (tmp_path / "run").exists()
+
+
+def test_threads_follow_the_size_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert experiment.threads(load_config("digits"), simulation) == 1
+    assert experiment.threads(load_config("digits", ["run.threads=3"]), simulation) == 3
+    monkeypatch.setattr(experiment, "SMALL", 0)
+    assert experiment.threads(load_config("digits"), simulation) == 7
