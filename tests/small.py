@@ -107,3 +107,8 @@ def equal(left: Simulation, right: Simulation) -> bool:
     """Whether two runs came to the same bits."""
     a, b = states(left), states(right)
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def carries(total: int, messages: int, values: int) -> bool:
+    """Whether ``total`` bytes are so many messages of so many float32 values, with a header each."""
+    return messages * 4 * values <= total <= messages * (4 * values + 700)

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,9 +19,6 @@ from rich.table import Table
 
 import tdpfed
 from tdpfed.errors import TDPFedError
-
-if TYPE_CHECKING:
-    from tdpfed.engine.records import Record
 
 app = typer.Typer(
     name="tdpfed", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -77,12 +74,12 @@ def _options(
 @app.command()
 def run(
     source: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="[PRESET or FILE.toml]",
             help="digits (default), mnist, mnist-paper, cifar10-paper, qmnist-writers, or your own TOML file.",
         ),
-    ] = "digits",
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the configuration; repeatable."),
@@ -90,41 +87,38 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for the run; runs/NAME-ALGORITHM-SEED-TIME by default.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder from its last checkpoint.")
+    ] = None,
     data_root: DataRoot = None,
     json_: Json = False,
 ) -> None:
-    """Train a federation in simulation, and write a run folder."""
-    from tdpfed.config import load_config, to_toml
+    """Train a federation in simulation, and write a run folder; or go on with one that was stopped."""
+    from tdpfed.config import load_config
     from tdpfed.display import progress, summary_table
-    from tdpfed.engine.folder import RunFolder, summarize
-    from tdpfed.experiment import prepare, threads
+    from tdpfed.session import Session
 
-    config = load_config(source, set_)
-    _find_own_code(config.model.name)
-    if out is not None:
-        RunFolder.check(out)  # before the data are read
-    simulation = prepare(config, data_root)
-    torch.set_num_threads(threads(config, simulation))
-    name = f"{Path(source).stem}-{simulation.algorithm.name}-{config.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
-    folder = RunFolder.create(out or Path("runs") / name, to_toml(config))
-    records: list[Record] = []
-    status = "failed"
-    try:
-        with progress(simulation, config.run.rounds, records) as on_round:
-            for record in simulation.run(config.run.rounds, config.run.evaluate_every, on_round):
-                records.append(record)
-                folder.append(record)
-        status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
-    finally:
-        summary = summarize(simulation, records, model=config.model.name, status=status)
-        folder.finish(summary)
-    if json_:
-        _print_json({**summary, "folder": str(folder.path)})
+    if resume is not None:
+        if source is not None or set_ or out is not None:
+            raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
+        sys.path.append(os.getcwd())
+        session = Session.resume(resume, data_root)
     else:
-        Console().print(summary_table(summary, str(folder.path)))
-    if status == "interrupted":
+        config = load_config(source or "digits", set_)
+        _find_own_code(config.model.name)
+        algorithm, now = config.algorithm["name"], datetime.now()
+        name = f"{Path(source or 'digits').stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+        session = Session.begin(config, out or Path("runs") / name, data_root)
+    for warning in session.warnings:
+        print(f"warning: {warning}", file=sys.stderr)  # noqa: T201
+    summary = session.run(progress)
+    path = session.folder.path
+    if json_:
+        _print_json({**summary, "folder": str(path)})
+    else:
+        Console().print(summary_table(summary, str(path)))
+    if summary["status"] == "interrupted":
+        print(f"interrupted; go on with: tdpfed run --resume {path}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(130)
 
 

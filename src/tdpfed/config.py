@@ -83,6 +83,21 @@ class Participation(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a chosen client is lost for the round")
 
 
+class Wire(Section):
+    """How uploads travel."""
+
+    codec: Literal["float32", "float16", "bfloat16", "int8"] = Field(
+        "float32", description="numbers of an upload; int8 has a scale per factor column and rounds at random"
+    )
+
+
+class Checkpoint(Section):
+    """How a run survives being killed."""
+
+    every: int = Field(10, ge=0, description="save the state after every so many rounds, and after the last; 0: never")
+    keep: int = Field(2, ge=1, description="how many of the newest checkpoints to keep")
+
+
 class Config(Section):
     """A whole configuration."""
 
@@ -91,6 +106,8 @@ class Config(Section):
     model: Model = Model()
     algorithm: dict[str, Any] = {}
     participation: Participation = Participation()
+    wire: Wire = Wire()
+    checkpoint: Checkpoint = Checkpoint()
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters."""
@@ -150,7 +167,12 @@ def describe(algorithm: str) -> list[tuple[str, Any, str]]:
     if algorithm not in ALGORITHMS:
         raise unknown("algorithm", algorithm, ALGORITHMS)
     sections: dict[str, type[BaseModel]] = {"run": Run, "data": Data, "model": Model}
-    sections |= {"algorithm": _hyper_model(algorithm), "participation": Participation}
+    sections |= {
+        "algorithm": _hyper_model(algorithm),
+        "participation": Participation,
+        "wire": Wire,
+        "checkpoint": Checkpoint,
+    }
     return [
         (f"{section}.{key}", field.get_default(call_default_factory=True), field.description or "")
         for section, model in sections.items()

@@ -31,6 +31,7 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         runner=config.run.runner,
         chunk=None if config.run.chunk == "auto" else config.run.chunk,
         diagnostics=Diagnostics(every=every) if every else None,
+        codec=config.wire.codec,
     )
 
 

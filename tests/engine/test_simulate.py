@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, FedAvgSAR, Federation, Local, Participation, PerFedAvg, PFedMe, TDPFed, simulate
-from tdpfed.engine.records import Ledger, Record, payload_bytes
+from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 
@@ -70,7 +70,8 @@ def test_a_record_by_hand() -> None:
     assert record.global_loss == pytest.approx(sum(loss for _, loss in common) / sum(tests))
     assert record.client_accuracy == [n / count for (n, _), count in zip(own, tests, strict=True)]
     assert (record.participants, record.seconds, record.round, record.diagnostics) == (3, 1.5, 1, None)
-    assert record.uplink_bytes == record.downlink_bytes == 3 * 8 * simulation.objective.layout.size
+    assert small.carries(record.uplink_bytes, 3, simulation.objective.layout.size)
+    assert small.carries(record.downlink_bytes, 3, simulation.objective.layout.size)
     assert record.loss == simulation.train_loss
 
 
@@ -272,6 +273,3 @@ def test_a_loss_of_ones_own_may_use_other_outputs() -> None:
 def test_the_ledger() -> None:
     assert Ledger().per_client_round == 0
     assert Ledger(30, 10, 4).per_client_round == 10
-    message = {"a": torch.zeros(4, 3, dtype=torch.float64), "b": torch.zeros(4, 2, dtype=torch.float16)}
-    assert payload_bytes(message, 4) == 3 * 8 + 2 * 2
-    assert payload_bytes({}, 0) == 0

@@ -176,8 +176,10 @@ def test_the_server_averages_those_who_report(dropout: float, who: Any) -> None:
         elif who == "selected":
             assert changed == chosen.tolist()
     assert (lost > 0) == (dropout > 0)
-    size = simulation.objective.layout.size * 8
-    assert (simulation.ledger.uplink, simulation.ledger.downlink) == (sent * size, received * size)
+    size = simulation.objective.layout.size
+    assert small.carries(simulation.ledger.uplink, sent, size)
+    assert small.carries(simulation.ledger.downlink, received, size)
+    assert simulation.ledger.uploads == sent
     assert simulation.ledger.client_rounds == received
 
 
@@ -206,11 +208,11 @@ def test_a_round_in_which_all_are_lost_changes_nothing() -> None:
             assert record.personalized_accuracy is not None
     assert 0 < empty < 12
     assert simulation.round == 12
-    assert simulation.compression_rate == 1.0
+    assert simulation.compression_rate == pytest.approx(1.0, abs=1e-2)
 
 
 def test_bytes_of_a_round() -> None:
-    """Float64 values, five clients, two rounds; ACT's full tensor goes down as well."""
+    """Five clients, two rounds; ACT's full tensor goes down as well."""
     plan = TDPFed(**small.TDPFED).bind(small.train(Local(**small.COMMON), 0).objective.layout).plan
     dense, factored = plan.dense.size, plan.factors.size
     assert factored < dense
@@ -220,9 +222,13 @@ def test_bytes_of_a_round() -> None:
     }  # fmt: skip
     for name, (up, down) in expected.items():
         simulation = small.train(small.variants()[name], 2)
-        assert (simulation.ledger.uplink, simulation.ledger.downlink) == (2 * 5 * 8 * up, 2 * 5 * 8 * down), name
-        assert simulation.ledger.per_client_round == 8 * (up + down)
-        assert simulation.compression_rate == (None if name == "local" else dense / up)
+        messages = 0 if name == "local" else 2 * 5
+        assert small.carries(simulation.ledger.uplink, messages, up), name
+        assert small.carries(simulation.ledger.downlink, messages, down), name
+        each = simulation.ledger.uplink + simulation.ledger.downlink
+        assert simulation.ledger.per_client_round == each / max(1, messages)
+        rate = simulation.compression_rate
+        assert rate is None if name == "local" else rate == pytest.approx(dense / up, rel=0.2)
 
 
 def test_local_training_does_not_depend_on_who_is_chosen() -> None:

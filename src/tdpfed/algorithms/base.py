@@ -70,6 +70,11 @@ class Algorithm(ABC):
         return replace(self, layout=layout)
 
     @property
+    def layouts(self) -> dict[str, Layout | None]:
+        """The layout of each entry a message may have; None for plain values."""
+        return {"w": self.layout}
+
+    @property
     def draws(self) -> int:
         """How many minibatches a client needs per communication round."""
         return self.tau

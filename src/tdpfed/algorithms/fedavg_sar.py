@@ -16,6 +16,7 @@ from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Batches, Grad, State, Turn, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.engine.sampling import Stream, key, permute
+from tdpfed.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class FedAvgSAR(FedAvg):
     name: ClassVar[str] = "fedavg_sar"
 
     compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
+
+    @property
+    def layouts(self) -> dict[str, Layout | None]:
+        """Values without their positions."""
+        return {"values": None}
 
     def subset(self, turn: Turn, size: int) -> Tensor:
         """Return the coordinates of each client's subset, ``(..., m)``; the last one is remembered."""

@@ -18,6 +18,7 @@ from tdpfed import optim
 from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
 from tdpfed.errors import TDPFedError
+from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
 
 
@@ -66,6 +67,11 @@ class TDPFed(Algorithm):
         return FactorPlan.of(
             shapes, self.compression, ranks=self.ranks or {}, include=self.include, exclude=self.exclude
         )
+
+    @property
+    def layouts(self) -> dict[str, Layout | None]:
+        """Factors travel, in ACT also the full tensor."""
+        return {"factors": self.plan.factors, "theta": self.plan.dense}
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Draw factors whose composed entries vary as the initial parameters do."""

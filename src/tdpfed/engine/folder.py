@@ -36,6 +36,32 @@ class RunFolder:
             (path / "metrics.jsonl").touch()
         return cls(path)
 
+    @classmethod
+    def open(cls, path: Path) -> tuple["RunFolder", str]:
+        """Return the folder of a run that was begun, and its configuration."""
+        config = path / "config.toml"
+        if not config.is_file():
+            raise TDPFedError(f"--resume: {str(path)!r} is no run folder, it must hold config.toml")
+        try:
+            return cls(path), config.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TDPFedError(f"--resume: cannot read {str(config)!r} ({error})") from None
+
+    def rewind(self, round_: int) -> list[Record]:
+        """Return the records up to a round, and drop those after it and a last line that was cut off."""
+        records: list[Record] = []
+        with _named_errors(self.path):
+            file = self.path / "metrics.jsonl"
+            for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+                try:
+                    record = Record(**json.loads(line))
+                except (ValueError, TypeError):
+                    break
+                if record.round <= round_:
+                    records.append(record)
+            _replace(file, "".join(json.dumps(record.as_dict()) + "\n" for record in records))
+        return records
+
     @staticmethod
     def check(path: Path) -> None:
         """Refuse a path that holds anything; nothing is written."""
@@ -51,12 +77,16 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, whole or not at all."""
         with _named_errors(self.path):
-            temporary = self.path / "summary.json.part"
-            with temporary.open("w") as file:
-                file.write(json.dumps(summary, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path / "summary.json")
+            _replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 @contextmanager

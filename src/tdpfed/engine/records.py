@@ -4,8 +4,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tdpfed.algorithms.base import State
-
 
 @dataclass(frozen=True)
 class Record:
@@ -49,8 +47,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def payload_bytes(message: State, clients: int) -> int:
-    """Return the bytes of the values in one client's message, given the messages of ``clients``."""
-    return sum(value.numel() * value.element_size() for value in message.values()) // max(1, clients)

@@ -3,9 +3,9 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
-from tdpfed.engine.records import Ledger, Record, payload_bytes
+from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
 from tdpfed.engine.sampling import Stream, choose, key, uniform
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.objective import Loss, Objective
+from tdpfed.wire import Codec, Kind, encoded_size, lossy
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ class Simulation:
         chunk: int | None = None,
         loss: Loss = nn.functional.cross_entropy,
         diagnostics: Diagnostics | None = None,
+        codec: Codec = "float32",
     ) -> None:
         # A copy, where the data are: the caller's model stays as it is.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
         self.federation = federation
         self.algorithm = algorithm.bind(self.objective.layout)
-        self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
+        self.seed, self.participation, self.diagnostics, self.codec = seed, participation, diagnostics, codec
         self._check(runner, chunk)
         self._check_model(loss)
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
@@ -80,22 +82,30 @@ class Simulation:
         self._trained: tuple[Tensor, Outcome] | None = None
 
     def run(
-        self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
+        self,
+        rounds: int,
+        evaluate_every: int = 1,
+        on_round: Callable[["Simulation"], None] | None = None,
+        after_record: Callable[["Simulation"], None] | None = None,
+        seconds: float = 0.0,
     ) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
-        Rounds whose diagnostics were asked for have a record too.
+        Rounds whose diagnostics were asked for have a record too. ``on_round`` is called when a round is done,
+        ``after_record`` when its record, if it has one, is with the caller. ``seconds`` is what went before.
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
                 raise TDPFedError(f"{name}: {value!r} given, must be a whole number of at least 1")
-        began, last = time.perf_counter(), self.round + rounds
+        began, last = time.perf_counter() - seconds, self.round + rounds
         while self.round < last:
             self.step()
             if on_round is not None:
                 on_round(self)
             if self.round % evaluate_every == 0 or self.round == last or self._diagnosed:
                 yield self.record(time.perf_counter() - began)
+            if after_record is not None:
+                after_record(self)
 
     def step(self) -> None:
         """Run one communication round; it counts when it is done. If nobody is left to train, nothing changes."""
@@ -103,10 +113,11 @@ class Simulation:
         chosen, trained = self._who(number)
         if len(trained):
             turn = self._turn(number, trained)
-            outcome = self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
+            outcome = self._received(self.runner.run(self.server, rows_of(self.private, turn.clients), turn), turn)
             self._check_finite(outcome, turn)
-            server = self._aggregated(outcome, turn, torch.isin(trained, chosen))
-            self._count(len(chosen), turn, outcome)
+            reported = torch.isin(trained, chosen)
+            server = self._aggregated(outcome, turn, reported)
+            self._count(turn, outcome, reported)
             for name, rows in outcome.private.items():
                 self.private[name][turn.clients] = rows
             self.server, self._trained = server, (turn.clients, outcome)
@@ -156,9 +167,17 @@ class Simulation:
         return self.algorithm.global_model(self.server)
 
     @property
+    def trained(self) -> Tensor:
+        """Ids of the clients that trained in the last round."""
+        return torch.arange(0) if self._trained is None else self._trained[0]
+
+    @property
     def compression_rate(self) -> float | None:
-        """Bytes of the dense model over those of a client's upload; None if nothing was uploaded."""
-        dense = self.objective.layout.size * self.federation.x.element_size()
+        """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
+        values = self.objective.layout.size
+        dense = encoded_size(
+            {"w": values}, {"w": self.objective.layout}, "float32", kind="up", round_=1, client=0, samples=1
+        )
         return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
 
     @property
@@ -200,13 +219,33 @@ class Simulation:
         sizes = self.federation.train_size[clients].double()
         return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
 
-    def _count(self, uploads: int, turn: Turn, outcome: Outcome) -> None:
+    def _received(self, outcome: Outcome, turn: Turn) -> Outcome:
+        """Return the outcome with the uploads as the server sees them, after the codec's rounding."""
+        if self.codec == "float32":
+            return outcome
+        seen = lossy(outcome.upload, self.algorithm.layouts, self.codec, self.seed, turn.round, turn.clients)
+        return replace(outcome, upload=seen)
+
+    def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
+        """Add to the ledger exactly the bytes of the messages, headers included."""
         if self.algorithm.communicates:
-            count, one = len(turn.clients), self._turn(turn.round, turn.clients[:1])
-            self.ledger.downlink += payload_bytes(self.algorithm.broadcast(self.server, one), 1) * count
-            self.ledger.uplink += payload_bytes(outcome.upload, count) * uploads
-            self.ledger.client_rounds += count
-            self.ledger.uploads += uploads
+            message = self.algorithm.broadcast(self.server, self._turn(turn.round, turn.clients[:1]))
+            clients = turn.clients.tolist()
+            senders = [client for client, sent in zip(clients, reported.tolist(), strict=True) if sent]
+            self.ledger.downlink += self._bytes(message, "down", "float32", turn.round, clients)
+            self.ledger.uplink += self._bytes(outcome.upload, "up", self.codec, turn.round, senders)
+            self.ledger.client_rounds += len(clients)
+            self.ledger.uploads += len(senders)
+
+    def _bytes(self, state: State, kind: Kind, codec: Codec, number: int, clients: list[int]) -> int:
+        lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
+        samples = self.federation.train_size.tolist()
+        return sum(
+            encoded_size(
+                lengths, layouts, codec, kind=kind, round_=number, client=k, samples=samples[k] if kind == "up" else 0
+            )
+            for k in clients
+        )
 
     def _check_finite(self, outcome: Outcome, turn: Turn) -> None:
         values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
@@ -243,6 +282,8 @@ class Simulation:
     def _check(self, runner: str, chunk: int | None) -> None:
         if runner not in ("batched", "loop"):
             raise unknown("runner", runner, ("batched", "loop"))
+        if self.codec not in get_args(Codec):
+            raise unknown("codec", self.codec, get_args(Codec))
         if not 0 <= self.seed < 2**63:
             raise TDPFedError(f"seed: {self.seed} given, must be 0 or more")
         if chunk is not None and chunk < 1:
@@ -289,6 +330,7 @@ def simulate(
     chunk: int | None = None,
     loss: Loss = nn.functional.cross_entropy,
     diagnostics: Diagnostics | None = None,
+    codec: Codec = "float32",
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
@@ -296,6 +338,6 @@ def simulate(
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        diagnostics=diagnostics,
+        diagnostics=diagnostics, codec=codec,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

@@ -1,0 +1,150 @@
+"""Built-in attackers for simulation: what hostile or broken clients upload in place of what they computed.
+
+Every draw is a pure function of seed, round and client, so an attacked run is as repeatable as any other. Most attacks
+change the update, the difference of an upload to the broadcast; the gauge attack changes CP factors in ways that leave
+the tensor they compose to as it was, which no check of that tensor can see.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import NormalDist
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import State, Turn
+from tdpfed.data.federation import Federation
+from tdpfed.engine.sampling import Stream, choose, key, permute, uniform
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.plan import FactorPlan
+
+Draw = Callable[..., Tensor]
+"""From counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""
+
+Kind = Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge"]
+
+STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0}
+"""How strong an attack is where nothing is said: see :func:`attack`."""
+
+ATTACK = 0xA77AC4
+"""Keeps the draws made here apart from the only other of their stream, which has no counter."""
+
+HIGHEST = NormalDist().cdf(3)
+"""The quantile ALIE goes to at most: where attackers need no cover they send three deviations."""
+
+
+def attackers(seed: int, clients: int, fraction: float) -> Tensor:
+    """Return which clients are hostile for the whole run, bool ``(clients,)``: the nearest number to ``fraction``."""
+    if not 0 <= fraction <= 1:
+        raise TDPFedError(f"attack.fraction: {fraction} given, must be at least 0 and at most 1")
+    chosen = choose(seed, Stream.INIT, ATTACK, clients, round(fraction * clients))
+    return torch.zeros(clients, dtype=torch.bool).index_fill(0, chosen, True)
+
+
+def flip_labels(federation: Federation, attackers: Tensor) -> Federation:
+    """Return the federation with the training labels y of the clients in the mask as ``classes - 1 - y``."""
+    y = federation.y.clone()
+    for k in attackers.nonzero().flatten().tolist():
+        train = slice(int(federation.train_start[k]), int(federation.train_start[k] + federation.train_size[k]))
+        y[train] = federation.classes - 1 - y[train]
+    return replace(federation, y=y)
+
+
+def attack(
+    kind: Kind,
+    uploads: State,
+    broadcast: State,
+    attackers: Tensor,
+    turn: Turn,
+    *,
+    plan: FactorPlan | None = None,
+    strength: float | None = None,
+) -> State:
+    """Return uploads ``(K, n)`` with those of the clients in the mask ``(K,)`` replaced by hostile ones.
+
+    ``broadcast`` holds what the turn's clients were sent under the same names, ``(K, n)`` or ``(n,)``. With u for the
+    update and c for the strength, ``sign-flip`` sends -c u, ``scale`` c u, ``noise`` u and normal noise of c times its
+    root mean square, ``alie`` the honest mean less c deviations (None: :func:`alie_deviations`), ``gauge`` equivalent
+    factors scaled by c and 1/c. ``label-flip`` is done to the data before the run (:func:`flip_labels`), not here.
+    """
+    if kind not in get_args(Kind):
+        raise unknown("attack.kind", kind, get_args(Kind))
+    if strength is not None and not 0 < strength < math.inf:
+        raise TDPFedError(f"attack.strength: {strength} given, must be finite and above 0")
+    mask = attackers.to(turn.clients.device)
+    rows = mask.nonzero().flatten()
+    if kind == "label-flip" or not len(rows):
+        return uploads
+    hostile: State = {}
+    for number, (name, values) in enumerate(uploads.items()):
+        draw = partial(key, turn.seed, Stream.INIT, ATTACK, turn.round, turn.clients[rows, None], number)
+        if kind == "gauge":
+            bad = regauged(values[rows], _factorised(plan, values), draw, strength or STRENGTH[kind])
+        else:
+            sent = broadcast[name].expand_as(values)
+            bad = sent[rows] + _bad_update(kind, values - sent, mask, draw, strength)
+        hostile[name] = values.index_copy(0, rows, bad)
+    return hostile
+
+
+def alie_deviations(clients: int, attackers: int) -> float:
+    """Return how many deviations from the mean still hide among the honest (Baruch et al., 2019), from 0 to 3.
+
+    As many honest clients as the attackers lack for a majority must on average be farther out than they are.
+    """
+    missing, honest = clients // 2 + 1 - attackers, clients - attackers
+    share = (honest - missing) / honest if honest else 1.0
+    return NormalDist().inv_cdf(min(max(share, 0.5), HIGHEST))
+
+
+def regauged(a: Tensor, plan: FactorPlan, draw: Draw, c: float) -> Tensor:
+    """Return factors that compose to the same tensors as ``a`` ``(K, Q)`` and are far from them.
+
+    For each parameter and client: the columns of two factors are scaled by c and 1/c, both with the same random signs,
+    and the columns of all its factors are put in the same random order.
+    """
+    entries, moved = iter(plan.factors.split(a)), []
+    for number, (shape, rank) in enumerate(zip(plan.dense.shapes, plan.ranks, strict=True)):
+        if rank is None:
+            moved.append(next(entries))
+            continue
+        column, mode = (torch.arange(size, device=a.device) for size in (rank, len(shape)))
+        sign = 1 - 2 * (uniform(draw(number, 0, column)) < 0.5).to(a.dtype)
+        order = permute(column, torch.tensor(rank, device=a.device), draw(number, 1))[:, None]
+        places = permute(mode, torch.tensor(len(shape), device=a.device), draw(number, 2))
+        for place in places.split(1, dim=-1):
+            factor = next(entries)
+            scale = torch.where(place == 0, sign * c, torch.where(place == 1, sign / c, 1))
+            moved.append((factor * scale[:, None]).gather(-1, order.expand_as(factor)))
+    return plan.factors.join(moved)
+
+
+def _bad_update(kind: Kind, update: Tensor, mask: Tensor, draw: Draw, strength: float | None) -> Tensor:
+    """Return what the clients in the mask send in place of their rows of ``update`` ``(K, n)``."""
+    own, c = update[mask], strength or STRENGTH.get(kind, 0.0)
+    if kind == "sign-flip":
+        return -c * own
+    if kind == "scale":
+        return c * own
+    if kind == "noise":
+        return own + c * own.square().mean(-1, keepdim=True).sqrt() * _normal(own, draw)
+    known = own if bool(mask.all()) else update[~mask]  # attackers among themselves have only each other
+    std, mean = torch.std_mean(known, 0, correction=0)
+    z = strength or alie_deviations(len(update), len(own))
+    return (mean - z * std).expand_as(own)
+
+
+def _normal(like: Tensor, draw: Draw) -> Tensor:
+    """Return standard normal numbers ``(K, n)``, by Box and Muller."""
+    place = torch.arange(like.shape[-1], device=like.device)
+    radius = (-2 * (1 - uniform(draw(place, 0))).log()).sqrt()
+    return (radius * (2 * math.pi * uniform(draw(place, 1))).cos()).to(like.dtype)
+
+
+def _factorised(plan: FactorPlan | None, values: Tensor) -> FactorPlan:
+    if plan is None or all(rank is None for rank in plan.ranks) or values.shape[-1] != plan.factors.size:
+        raise TDPFedError("attack.kind: 'gauge' given, but the uploads are no CP factors; it is an attack on 'tdpfed'")
+    return plan

@@ -1,0 +1,147 @@
+"""How the values of a state travel: as float32, float16, bfloat16, or as int8 with a few float32 scales.
+
+``lossy`` is what a receiver would see, for one client or for K at once; ``encode`` and ``validate`` are made of the
+same two steps, ``shrink`` and ``grow``, so a simulation and a deployment see the same bits.
+
+int8 rounds at random, ``floor(x / scale + u)``, which is right on average and never off by more than the scale. A scale
+belongs to one column of a factor: columns carry their own gauge, ``(c a, b / c)`` is the same tensor. All matrices are
+treated so; a tensor of more dimensions has a scale per output channel, a vector one, plain values one per 256.
+"""
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import State
+from tdpfed.engine.sampling import Stream, key, mix
+from tdpfed.layout import Layout
+
+Codec = Literal["float32", "float16", "bfloat16", "int8"]
+Kind = Literal["down", "up"]
+Layouts = Mapping[str, Layout | None]
+
+DTYPES: dict[Codec, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+SCALE = "/scale"
+BLOCK = 256
+TOP = 127
+TINY = torch.finfo(torch.float32).tiny
+
+
+def lossy(
+    state: State, layouts: Layouts, codec: Codec, seed: int, round_: int, clients: Tensor, kind: Kind = "up"
+) -> State:
+    """Return what the receivers of a state ``(..., n)`` of ``clients`` ``(...)`` would see, in the state's own dtype.
+
+    A value beyond the codec's range comes out as infinity or NaN, where a client alone would be refused by ``encode``:
+    the gate for simulated uploads is :func:`tdpfed.wire.screen`.
+    """
+    seen: State = {}
+    for name, value in state.items():
+        layout = layouts[name]
+        parts = shrink(value, layout, codec, draw_key(seed, round_, clients.to(value.device), kind, name))
+        seen[name] = grow(parts, layout).to(value.dtype)
+    return seen
+
+
+def shrink(x: Tensor, layout: Layout | None, codec: Codec, bits: Tensor) -> list[Tensor]:
+    """Return the tensors that travel for ``x`` ``(..., n)``: its values and, for int8, the scales ``(..., G)``.
+
+    The whole numbers of int8 are still float32 here: a simulation has no use for the detour. ``bits`` ``(...)`` are the
+    keys of the draws.
+    """
+    if codec != "int8":
+        return [x.float().to(DTYPES[codec])]
+    x = x.float()
+    group = groups(x.shape[-1], layout, x.device)
+    count = scales(x.shape[-1], layout)
+    peak = x.new_zeros(*x.shape[:-1], count).scatter_reduce_(-1, group.expand_as(x), x.abs(), "amax")
+    # At least the smallest normal number, which has its full precision: no column is clipped, none divided by zero.
+    scale = torch.where(peak > 0, (peak / TOP).clamp_min(TINY), 0)
+    steps = x / torch.where(scale > 0, scale, 1).index_select(-1, group)
+    return [steps.add_(dither(bits, x.shape[-1])).floor_().clamp_(-TOP, TOP), scale]
+
+
+def grow(parts: list[Tensor], layout: Layout | None) -> Tensor:
+    """Return the float32 values ``(..., n)`` of the tensors that travelled."""
+    values, *scale = parts
+    if not scale:
+        return values.float()
+    return scale[0].index_select(-1, groups(values.shape[-1], layout, values.device)).mul_(values)
+
+
+def dither(bits: Tensor, length: int) -> Tensor:
+    """Return draws ``(..., length)`` in (0, 1), a pure function of key, length and coordinate.
+
+    They are odd multiples of ``2^-17``: added to a whole number up to 127 they are exact in float32, so what lies on
+    the grid stays on it.
+    """
+    half = mix(torch.arange((length + 1) // 2, device=bits.device))
+    pairs = mix(bits.unsqueeze(-1) ^ half)  # 32 bits each: two draws
+    return torch.cat((pairs & 0xFFFF, pairs >> 16), -1)[..., :length].float().add_(0.5).mul_(2**-16)
+
+
+def draw_key(seed: int, round_: int, clients: Tensor, kind: Kind, entry: str) -> Tensor:
+    """Return the keys ``(...)`` of the draws for an entry of the messages of ``clients`` ``(...)``."""
+    return key(seed, Stream.CODEC, round_, int(kind == "up"), zlib.crc32(entry.encode()), clients)
+
+
+def tensors_of(lengths: Mapping[str, int], layouts: Layouts, codec: Codec) -> dict[str, tuple[torch.dtype, int]]:
+    """Return name, dtype and length of the tensors that travel for a state."""
+    travelling = {name: (DTYPES[codec], length) for name, length in lengths.items()}
+    if codec == "int8":
+        travelling |= {name + SCALE: (torch.float32, scales(length, layouts[name])) for name, length in lengths.items()}
+    return travelling
+
+
+def scales(length: int, layout: Layout | None) -> int:
+    """Return how many scales int8 needs for a vector."""
+    return -(-length // BLOCK) if layout is None else sum(map(_scales_of, layout.shapes))
+
+
+@lru_cache(maxsize=8)
+def groups(length: int, layout: Layout | None, device: torch.device) -> Tensor:
+    """Return which scale each coordinate of a vector has, ``(length,)``."""
+    if layout is None:
+        return torch.arange(length, device=device) // BLOCK
+    parts: list[Tensor] = []
+    first = 0
+    for shape, size in zip(layout.shapes, layout.sizes, strict=True):
+        index, count = torch.arange(size, device=device), _scales_of(shape)
+        parts.append(first + (index % count if len(shape) == 2 else index // (size // count)))
+        first += count
+    return torch.cat(parts)
+
+
+def _scales_of(shape: tuple[int, ...]) -> int:
+    return 1 if len(shape) < 2 else shape[1] if len(shape) == 2 else shape[0]
+
+
+def place(entry: str, layout: Layout | None, index: int) -> str:
+    """Name the parameter that holds coordinate ``index`` of an entry: ``factors/fc1.A1``."""
+    return entry if layout is None else f"{entry}/{layout.names[bisect_right(list(accumulate(layout.sizes)), index)]}"
+
+
+def finite(x: Tensor) -> Tensor:
+    """Tell for each vector of ``x`` ``(..., n)`` whether all its values are finite, with no mask of them in memory."""
+    low, high = x.aminmax(dim=-1)  # both carry NaN along
+    return low.isfinite() & high.isfinite()
+
+
+def first_not_finite(x: Tensor) -> int:
+    """Return the first coordinate of ``x`` ``(n,)`` that is not finite, where there is one."""
+    start, end = 0, len(x)
+    while end - start > 1:
+        middle = (start + end) // 2
+        start, end = (middle, end) if bool(finite(x[start:middle])) else (start, middle)
+    return start

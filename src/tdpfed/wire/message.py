@@ -1,0 +1,168 @@
+"""A message as bytes: ``TDPF``, a version, the length of a JSON header, the header, a safetensors payload.
+
+The header says who sends what to whom and carries a SHA-256 over itself and the payload, in which safetensors sees no
+bit flip. Bytes may come from anyone: ``decode`` checks every length against what is there before it allocates, runs
+nothing it reads, and refuses with :class:`Rejected` alone.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_args
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from tdpfed.algorithms.base import State
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.layout import Layout
+from tdpfed.wire.codecs import (
+    DTYPES,
+    SCALE,
+    Codec,
+    Kind,
+    Layouts,
+    draw_key,
+    finite,
+    first_not_finite,
+    grow,
+    place,
+    shrink,
+    tensors_of,
+)  # fmt: skip
+from tdpfed.wire.payload import is_count, read_payload, strict_json
+from tdpfed.wire.rejected import Rejected
+
+MAGIC, VERSION = b"TDPF", 1
+PREFIX = len(MAGIC) + 1 + 4
+HEADER_LIMIT = 1024
+KEYS = ("kind", "round", "client", "samples", "layout", "codec", "sha256")
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a message says of itself, and its tensors as they travelled: nothing of it is trusted yet."""
+
+    kind: Kind
+    round: int
+    client: int
+    samples: int
+    layout: str
+    codec: Codec
+    tensors: Mapping[str, Tensor]
+
+
+def encode(
+    state: State, layouts: Layouts, *, kind: Kind, round_: int, client: int, samples: int, codec: Codec, seed: int
+) -> bytes:
+    """Return a client's state, tensors ``(n,)``, as a message from it (up) or to it (down).
+
+    What its receiver would see as infinite or NaN is an error here: a float16 ends at 65504, and is not cut off there.
+    """
+    lengths = _lengths(state, layouts, codec)
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        layout, flat = layouts[name], value.detach().cpu()
+        parts = shrink(flat, layout, codec, draw_key(seed, round_, torch.tensor(client), kind, name))
+        seen = grow(parts, layout)
+        if not bool(finite(seen)):
+            first = first_not_finite(seen)
+            raise TDPFedError(
+                f"{place(name, layout, first)}: {float(flat[first])} given, must be a finite number that {codec} holds"
+            )
+        travelling = zip((name, name + SCALE), (DTYPES[codec], torch.float32), parts, strict=False)
+        tensors |= {key: part.to(dtype, copy=True) for key, dtype, part in travelling}
+    payload = save(tensors)
+    fields = (kind, round_, client, samples, form_hash(lengths, layouts), codec)
+    digest = _digest(fields, payload)
+    _fields(dict(zip(KEYS, (*fields, digest), strict=True)))
+    header = _header(*fields, digest)
+    return MAGIC + bytes([VERSION]) + len(header).to_bytes(4, "little") + header + payload
+
+
+def decode(data: bytes, limit: int) -> Message:
+    """Return the message in ``data``, of at most ``limit`` bytes, or raise :class:`Rejected`."""
+    if len(data) > limit:
+        raise Rejected("size", f"{len(data)} bytes, at most {limit} are allowed")
+    if data[:4] != MAGIC:
+        raise Rejected("magic", f"begins with {data[:4]!r}, must be {MAGIC!r}")
+    if data[4:5] != bytes([VERSION]):
+        raise Rejected("version", f"format version {list(data[4:5])}, must be [{VERSION}]")
+    end = PREFIX + int.from_bytes(data[5:PREFIX], "little")
+    if len(data) < PREFIX or end > min(len(data), PREFIX + HEADER_LIMIT):
+        raise Rejected("header", f"header ends at byte {end} of {len(data)}, may have {HEADER_LIMIT} bytes")
+    header = _fields(strict_json(data[PREFIX:end], "header"))
+    payload = memoryview(data)[end:]
+    fields = {name: header[name] for name in KEYS[:-1]}
+    if _digest(tuple(fields.values()), payload) != header["sha256"]:
+        raise Rejected("checksum", "content and SHA-256 differ", client=header["client"])
+    return Message(**fields, tensors=read_payload(payload, header["client"]))
+
+
+def encoded_size(
+    lengths: Mapping[str, int], layouts: Layouts, codec: Codec, *, kind: Kind, round_: int, client: int, samples: int
+) -> int:
+    """Return exactly the length of what :func:`encode` makes of a state with entries of ``lengths``."""
+    blank = "0" * 64
+    form = tuple((name, length, layouts[name]) for name, length in lengths.items())
+    return PREFIX + len(_header(kind, round_, client, samples, blank, codec, blank)) + _payload_size(form, codec)
+
+
+def form_hash(lengths: Mapping[str, int], layouts: Layouts) -> str:
+    """Return a SHA-256 over a state's entries: names, lengths, layouts; equal on two sides that mean the same."""
+    entries = [(name, lengths[name], layout and layout.hash) for name, layout in sorted(layouts.items())]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _payload_size(form: tuple[tuple[str, int, Layout | None], ...], codec: Codec) -> int:
+    """Only the structure counts, so one payload of zeros stands for all."""
+    lengths, layouts = {name: length for name, length, _ in form}, {name: layout for name, _, layout in form}
+    travelling = tensors_of(lengths, layouts, codec)
+    return len(save({name: torch.zeros(length, dtype=dtype) for name, (dtype, length) in travelling.items()}))
+
+
+def _header(*values: str | int) -> bytes:
+    return json.dumps(dict(zip(KEYS, values, strict=True)), separators=(",", ":")).encode()
+
+
+def _digest(fields: tuple[str | int, ...], payload: bytes | memoryview) -> str:
+    """Return the SHA-256 over the header with its own place left empty, and the payload."""
+    digest = hashlib.sha256(_header(*fields, ""))
+    digest.update(payload)
+    return digest.hexdigest()
+
+
+def _lengths(state: State, layouts: Layouts, codec: Codec) -> dict[str, int]:
+    """Return the lengths of a state's entries, which must be vectors of their layouts."""
+    if codec not in DTYPES:
+        raise unknown("codec", codec, DTYPES)
+    if state.keys() != layouts.keys():
+        raise TDPFedError(f"state: entries {sorted(state)} given, must be {sorted(layouts)}")
+    for name, value in state.items():
+        layout = layouts[name]
+        wanted = "(n,)" if layout is None else f"({layout.size},)"
+        if value.ndim != 1 or not len(value) or (layout is not None and len(value) != layout.size):
+            raise TDPFedError(f"{name}: shape {tuple(value.shape)} given, must be {wanted}")
+    return {name: len(value) for name, value in state.items()}
+
+
+def _fields(header: dict[str, Any]) -> dict[str, Any]:
+    """Return a header with exactly the fields and types it must have."""
+    if header.keys() != set(KEYS):
+        raise Rejected("header", f"header: fields {sorted(header)}, must be {sorted(KEYS)}")
+    client = header["client"] if is_count(header["client"]) else None
+    rules = {"kind": get_args(Kind).__contains__, "codec": get_args(Codec).__contains__}
+    rules |= dict.fromkeys(("round", "client", "samples"), is_count) | dict.fromkeys(("layout", "sha256"), _is_digest)
+    for name, holds in rules.items():
+        if not holds(header[name]):
+            raise Rejected("header", f"header: {name} is not what it must be", client=client)
+    return header
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None

@@ -1,0 +1,90 @@
+"""The gate between a message and any arithmetic: what passes is finite, of the right form and counted once.
+
+A receiver says what it expects in :class:`Expected`. Nothing a sender declares is used: its number of samples must be
+the one the receiver knows, and shapes are not broadcast.
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import State
+from tdpfed.wire.codecs import SCALE, Codec, Kind, Layouts, finite, first_not_finite, grow, place, tensors_of
+from tdpfed.wire.message import Message, form_hash
+from tdpfed.wire.rejected import Rejected, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What a receiver knows of the message it waits for."""
+
+    kind: Kind
+    round: int
+    lengths: Mapping[str, int]
+    layouts: Layouts
+    codec: Codec
+    clients: Container[int]
+    """Who may send (up), or oneself (down)."""
+    seen: Container[int] = ()
+    """Whose message of this round was accepted already."""
+    samples: Mapping[int, int] = field(default_factory=dict)
+    """Number of training samples of each client; not used for down, where it is 0."""
+
+
+def validate(message: Message, expected: Expected) -> State:
+    """Return the state of a message, float32 vectors ``(n,)``, or raise :class:`Rejected`."""
+    client = message.client
+    form = form_hash(expected.lengths, expected.layouts)
+    samples = 0 if expected.kind == "down" else expected.samples.get(client)
+    rules: tuple[tuple[bool, Rule, str], ...] = (
+        (message.kind == expected.kind, "kind", f"kind {message.kind}, must be {expected.kind}"),
+        (client in expected.clients, "client", "this client is not known here"),
+        (client not in expected.seen, "duplicate", f"a second message in round {message.round}"),
+        (message.round == expected.round, "round", f"of round {message.round}, must be of {expected.round}"),
+        (message.samples == samples, "weight", f"declares {message.samples} samples, must be {samples}"),
+        (message.codec == expected.codec, "codec", f"codec {message.codec}, must be {expected.codec}"),
+        (message.layout == form, "layout", f"layout {message.layout}, must be {form}"),
+    )
+    for holds, rule, reason in rules:
+        if not holds:
+            raise Rejected(rule, reason, client=client)
+    _check_tensors(message, expected)
+    state = {
+        name: grow([message.tensors[key] for key in (name, name + SCALE) if key in message.tensors], layout)
+        for name, layout in expected.layouts.items()
+    }
+    for refusal in screen(
+        {name: value[None] for name, value in state.items()}, expected.layouts, torch.tensor([client])
+    ):
+        raise refusal
+    return state
+
+
+def _check_tensors(message: Message, expected: Expected) -> None:
+    """Refuse tensors with other names, dtypes or lengths than the codec gives the expected state."""
+    travelling = tensors_of(expected.lengths, expected.layouts, expected.codec)
+    for name in sorted(travelling.keys() ^ message.tensors.keys()):
+        what = "missing" if name in travelling else "not expected"
+        raise Rejected("names", f"tensor {name!r} is {what}", client=message.client, tensor=name)
+    for name, (dtype, length) in travelling.items():
+        tensor = message.tensors[name]
+        if tensor.dtype != dtype:
+            reason = f"{name} is {tensor.dtype}, must be {dtype}"
+            raise Rejected("dtype", reason, client=message.client, tensor=name)
+        if tensor.shape != (length,):
+            reason = f"{name} has shape {tuple(tensor.shape)}, must be ({length},)"
+            raise Rejected("shape", reason, client=message.client, tensor=name)
+
+
+def screen(state: State, layouts: Layouts, clients: Tensor) -> list[Rejected]:
+    """Return a refusal for each of ``clients`` ``(K,)`` whose row of a state ``(K, n)`` is not finite throughout."""
+    refusals: dict[int, Rejected] = {}
+    for name, value in state.items():
+        for row in (~finite(value)).nonzero().flatten().tolist():
+            first = first_not_finite(value[row])
+            tensor, client = place(name, layouts[name], first), int(clients[row])
+            reason = f"{tensor} holds {float(value[row, first])}, must be finite"
+            refusals.setdefault(client, Rejected("nan", reason, client=client, tensor=tensor))
+    return list(refusals.values())

@@ -1,0 +1,166 @@
+"""Runs that are stopped in any way and go on: the same numbers as a run that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tdpfed.cli import app
+from tdpfed.config import load_config
+from tdpfed.engine.checkpoint import Checkpoints
+from tdpfed.errors import TDPFedError
+from tdpfed.session import Session
+
+QUICK = ["run.rounds=9", "run.evaluate_every=2", "checkpoint.every=2", "data.clients=6", "participation.clients=3"]
+METHODS = ["tdpfed", "pfedme", "fedavg"]
+
+
+@contextmanager
+def silent(simulation: Any, rounds: int, records: Any) -> Any:
+    yield lambda _: None
+
+
+def settings(algorithm: str) -> list[str]:
+    few = ["algorithm.tau=2", *(["algorithm.s_prime=2"] if algorithm == "tdpfed" else [])]
+    return [*QUICK, f"algorithm.name={algorithm}", *few]
+
+
+def whole(path: Path, algorithm: str) -> Path:
+    Session.begin(load_config("digits", settings(algorithm)), path, None).run(silent)
+    return path
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same(left: Path, right: Path) -> None:
+    assert metrics(left) == metrics(right)
+    one, other = (Checkpoints(path / "checkpoints").load() for path in (left, right))
+    assert one is not None
+    assert other is not None
+    assert one[0].round == other[0].round == 9
+    for place in ("server", "private"):
+        mine, theirs = getattr(one[0], place), getattr(other[0], place)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert one[0].meta == other[0].meta
+
+
+@pytest.mark.parametrize("algorithm", METHODS)
+def test_killed_at_random_instants_a_run_goes_on_to_the_same_bits(algorithm: str, tmp_path: Path) -> None:
+    expected = whole(tmp_path / "whole", algorithm)
+    arguments = [word for override in settings(algorithm) for word in ("--set", override)]
+    command = [sys.executable, "-c", "from tdpfed.cli import main; main()", "run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = tmp_path / "killed"
+    waits = random.Random(algorithm)
+    process = subprocess.Popen([*command, *arguments, "--out", str(killed), "--json"], env=environment, stdout=-3)
+    for _ in range(2):
+        while not killed.exists() and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(waits.uniform(0.0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = subprocess.Popen([*command, "--resume", str(killed), "--json"], env=environment, stdout=-3)
+        time.sleep(waits.uniform(2.0, 4.0))  # what importing takes, about
+    assert process.wait() == 0
+    assert_same(expected, killed)
+    assert json.loads((killed / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 8])
+def test_stopped_after_any_round_a_run_goes_on_to_the_same_bits(stop_after: int, tmp_path: Path) -> None:
+    expected = whole(tmp_path / "whole", "tdpfed")
+
+    @contextmanager
+    def stopping(simulation: Any, rounds: int, records: Any) -> Any:
+        def on_round(current: Any) -> None:
+            if current.round == stop_after:
+                raise KeyboardInterrupt
+
+        yield on_round
+
+    session = Session.begin(load_config("digits", settings("tdpfed")), tmp_path / "run", None)
+    assert session.run(stopping)["status"] == "interrupted"
+    resumed = Session.resume(tmp_path / "run", None)
+    assert resumed.simulation.round == (stop_after - 1) // 2 * 2
+    assert resumed.run(silent)["status"] == "finished"
+    assert_same(expected, tmp_path / "run")
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    run = whole(tmp_path / "run", "fedavg")
+    before = metrics(run)
+    done = CliRunner().invoke(app, ["run", "--resume", str(run), "--json"])
+    assert done.exit_code == 0
+    assert json.loads(done.output)["rounds"] == 9
+    assert metrics(run) == before
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
+    expected = whole(tmp_path / "whole", "fedavg")
+    run = whole(tmp_path / "run", "fedavg")
+    newest = sorted((run / "checkpoints").glob("*-server.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    session = Session.resume(run, None)
+    assert newest.name in session.warnings[0]
+    assert session.simulation.round == 8
+    session.run(silent)
+    assert metrics(run) == metrics(expected)
+
+
+def test_a_line_cut_off_in_the_middle_is_written_anew(tmp_path: Path) -> None:
+    expected = whole(tmp_path / "whole", "fedavg")
+    run = whole(tmp_path / "run", "fedavg")
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text()[:-40])
+    newest = max(path.stem for path in (run / "checkpoints").glob("*.json"))
+    for part in list((run / "checkpoints").glob(f"{newest}*")):  # as if killed before the last save
+        part.unlink()
+    Session.resume(run, None).run(silent)
+    assert metrics(run) == metrics(expected)
+
+
+def test_without_checkpoints_a_run_starts_again(tmp_path: Path) -> None:
+    config = load_config("digits", [*settings("fedavg"), "checkpoint.every=0"])
+    Session.begin(config, tmp_path / "run", None).run(silent)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    before = metrics(tmp_path / "run")
+    session = Session.resume(tmp_path / "run", None)
+    assert session.simulation.round == 0
+    session.run(silent)
+    assert metrics(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume", "nowhere"], "is no run folder"),
+        (["mnist", "--resume", "."], "no preset"),
+        (["--resume", ".", "--set", "run.rounds=3"], "no preset, --set"),
+        (["--resume", ".", "--out", "x"], "no preset, --set or --out"),
+    ],
+)
+def test_what_cannot_be_resumed(arguments: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["run", *arguments])
+    assert isinstance(done.exception, TDPFedError)
+    assert words in str(done.exception)
+
+
+@pytest.mark.parametrize("text", ["rounds = ", "[run]\nrounds = 0\n", "[algorithm]\nname = 'x'\n"])
+def test_a_damaged_configuration_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(TDPFedError, match=r"--resume: .*config\.toml.* is damaged"):
+        Session.resume(tmp_path, None)
