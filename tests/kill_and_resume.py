@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 import small
+from tdpfed import Participation
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
 from tdpfed.engine.checkpoint import Checkpoints, Snapshot, restore, snapshot_of
-from tdpfed.engine.simulate import Participation, Simulation
+from tdpfed.engine.simulate import Simulation
 
 ALGORITHMS: list[Algorithm] = [TDPFed(**small.TDPFED), PFedMe(**small.COMMON), FedAvg(**small.COMMON)]
 
@@ -32,7 +33,7 @@ def advance(simulation: Simulation, records: list[Any]) -> torch.Tensor:
     """Run a round, add its record, and return who changed."""
     simulation.step()
     records.append(simulation.record(0.0).as_dict())
-    return simulation._who(simulation.round)[1]
+    return simulation.trained
 
 
 def work(folder: Path, algorithm: Algorithm, rounds: int) -> None:

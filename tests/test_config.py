@@ -138,7 +138,7 @@ BAD = {
     "batch": ("digits", ["algorithm.batch_size=0"], ["algorithm.batch_size", "0", "at least 1"]),
     "optimizer": ("digits", ["algorithm.optimizer=sgd"], ["algorithm.optimizer", "'sgd'", "'adam'"]),
     "compression": ("digits", ["algorithm.compression=0"], ["algorithm.compression", "0", "above 0"]),
-    "exclude a word": ("digits", ["algorithm.exclude=fc1"], ["algorithm.exclude", "'fc1'"]),
+    "exclude a number": ("digits", ["algorithm.exclude=3"], ["algorithm.exclude", "3"]),
     "als alternating": (
         "digits", ["algorithm.optimizer=als", "algorithm.factor_steps=alternating"], ["algorithm.factor_steps"],
     ),

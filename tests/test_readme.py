@@ -46,6 +46,7 @@ def test_every_command_line_in_readme_parses() -> None:
 def test_keys_lists_every_key_with_a_meaning() -> None:
     for key, _, meaning in describe("tdpfed"):
         assert meaning, key
+        assert key != "data.partition" or "(iid, classes, dirichlet, natural)" in meaning
         section, _, name = key.partition(".")
         assert name in load_config("digits").model_dump()[section]
     assert "algorithm.s_prime" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["keys"]).output

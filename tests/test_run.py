@@ -18,6 +18,7 @@ from tdpfed import cli
 from tdpfed.config import parse_config
 from tdpfed.data import load
 
+FILES = ("config.toml", "metrics.jsonl", "summary.json")
 MAIN = [sys.executable, "-c", "from tdpfed.cli import main; main()"]
 TINY = ["run.rounds=3", "data.clients=4", "data.max_samples=40", "algorithm.tau=2", "data.per_client=5"]
 KEYS = {
@@ -75,7 +76,8 @@ def test_one_line_of_json_and_a_run_folder() -> None:
     assert (summary["status"], summary["algorithm"], summary["dataset"]) == ("finished", "tdpfed", "digits")
     assert (summary["rounds"], summary["clients"], summary["model"]) == (3, 4, "dnn")
     folder = Path("my/run")
-    assert left() == [f"my/run/{name}" for name in ("config.toml", "metrics.jsonl", "summary.json")]
+    assert [name for name in left() if "checkpoints" not in name] == [f"my/run/{name}" for name in FILES]
+    assert [name for name in left() if name.endswith(".json") and "checkpoints" in name]
     assert json.loads((folder / "summary.json").read_text()) == summary
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [2, 3]
@@ -248,7 +250,11 @@ def test_a_diverging_run_says_so_and_keeps_what_was_finished() -> None:
 
 def test_ctrl_c_ends_cleanly() -> None:
     arguments = ["run", *options("run.rounds=100000"), "--out", "run", "--json"]
-    process = subprocess.Popen([*MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+    process = subprocess.Popen(
+        [*MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+    )  # fmt: skip
     metrics = Path("run/metrics.jsonl")
     until = time.monotonic() + 60
     while time.monotonic() < until and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
@@ -263,7 +269,7 @@ def test_ctrl_c_ends_cleanly() -> None:
     assert len(lines) >= 3
     assert 0 <= summary["rounds"] - lines[-1]["round"] <= 2  # evaluated every second round
     assert summary["personalized_accuracy"] == lines[-1]["personalized_accuracy"]
-    assert sorted(os.listdir("run")) == ["config.toml", "metrics.jsonl", "summary.json"]
+    assert {"config.toml", "metrics.jsonl", "summary.json"} <= set(os.listdir("run")) <= {*FILES, "checkpoints"}
 
 
 def test_the_default_run_reaches_its_accuracy() -> None:

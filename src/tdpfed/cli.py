@@ -107,7 +107,7 @@ def run(
         config = load_config(source or "digits", set_)
         _find_own_code(config.model.name)
         algorithm, now = config.algorithm["name"], datetime.now()
-        name = f"{Path(source or 'digits').stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+        name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
         session = Session.begin(config, out or Path("runs") / name, data_root)
     for warning in session.warnings:
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -91,6 +91,24 @@ class Wire(Section):
     )
 
 
+class Robust(Section):
+    """What the server does against bad uploads, and which it meets in simulation."""
+
+    name: Literal["mean", "median", "trimmed-mean", "krum", "multi-krum"] = Field("mean", description="how to average")
+    fraction: float = Field(0.2, ge=0, lt=0.5, description="trimmed-mean: share cut at each end of every coordinate")
+    byzantine: int = Field(1, ge=0, description="krum and multi-krum: how many clients may be bad")
+    keep: int | None = Field(None, ge=1, description="multi-krum: how many uploads are averaged; all but the bad ones")
+    clip: Annotated[float, Field(gt=0)] | Literal["median"] | None = Field(
+        None, description="longest update let through; median: that of the clients' updates"
+    )
+    gauge: float | None = Field(None, gt=0, description="longest relative distance of a factor from the broadcast one")
+    attack: Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge"] | None = Field(
+        None, description="what hostile clients do in simulation"
+    )
+    attack_fraction: float = Field(0.2, ge=0, le=1, description="share of the clients that is hostile")
+    attack_strength: float | None = Field(None, gt=0, description="how strong the attack is; its own by default")
+
+
 class Checkpoint(Section):
     """How a run survives being killed."""
 
@@ -107,6 +125,7 @@ class Config(Section):
     algorithm: dict[str, Any] = {}
     participation: Participation = Participation()
     wire: Wire = Wire()
+    robust: Robust = Robust()
     checkpoint: Checkpoint = Checkpoint()
 
     def make_algorithm(self) -> Algorithm:
@@ -156,6 +175,8 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise unknown("algorithm.name", name, ALGORITHMS)
     given = {**tables.get(name, {}), **{key: value for key, value in algorithm.items() if key != "name"}}
+    lists = {key for key, field in _hyper_model(name).model_fields.items() if get_origin(field.annotation) is tuple}
+    given = {key: [value] if key in lists and isinstance(value, str) else value for key, value in given.items()}
     hyper = _checked(_hyper_model(name), given, "algorithm")
     config = _checked(Config, {**values, "algorithm": {"name": name, **hyper.model_dump()}}, "")
     config.make_algorithm()  # ranges that only the algorithm knows
@@ -163,21 +184,29 @@ def parse_config(values: Mapping[str, Any]) -> Config:
 
 
 def describe(algorithm: str) -> list[tuple[str, Any, str]]:
-    """Return every key with its default and its meaning, for a configuration with the given algorithm."""
+    """Return every key with its default and its meaning, for a configuration with the given algorithm.
+
+    Where a key takes one of a few words, its meaning ends with them.
+    """
     if algorithm not in ALGORITHMS:
         raise unknown("algorithm", algorithm, ALGORITHMS)
-    sections: dict[str, type[BaseModel]] = {"run": Run, "data": Data, "model": Model}
-    sections |= {
-        "algorithm": _hyper_model(algorithm),
-        "participation": Participation,
-        "wire": Wire,
-        "checkpoint": Checkpoint,
+    sections: dict[str, type[BaseModel]] = {
+        key: field.annotation for key, field in Config.model_fields.items() if isinstance(field.annotation, type)
     }
-    return [
-        (f"{section}.{key}", field.get_default(call_default_factory=True), field.description or "")
-        for section, model in sections.items()
-        for key, field in model.model_fields.items()
-    ]
+    sections["algorithm"] = _hyper_model(algorithm)
+    rows = [("algorithm.name", algorithm, f"the method ({', '.join(ALGORITHMS)})")]
+    for section, model in sections.items():
+        for key, field in model.model_fields.items():
+            meaning = f"{field.description}{_words(field.annotation)}"
+            rows.append((f"{section}.{key}", field.get_default(call_default_factory=True), meaning))
+    return rows
+
+
+def _words(hint: Any) -> str:
+    """Return the words a key takes, as ``(one, two)``, or nothing."""
+    words = get_args(hint) if get_origin(hint) is Literal else [w for part in get_args(hint) for w in get_args(part)]
+    texts = [word for word in words if isinstance(word, str)]
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 def to_toml(config: Config) -> str:

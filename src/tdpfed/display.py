@@ -50,16 +50,22 @@ def plan_table(plan: FactorPlan, title: str) -> Table:
 
 def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     """Return what a run came to."""
-    table = Table(title=f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}", show_header=False)
+    caption = (
+        "accuracy: right answers over all, on the clients' held-out samples. personalised: each client's own model "
+        "after its last training; local: what clients report to the server; global: the server's model"
+    )
+    title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
+    table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
     up, down = summary["uplink_bytes"] / 1e6, summary["downlink_bytes"] / 1e6
     rate = summary["compression_rate"]
     best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])
     rows = {
-        "personalised accuracy": f"{percent(summary['personalized_accuracy'])} (best {best}, worst tenth {worst})",
+        "personalised accuracy": percent(summary["personalized_accuracy"]),
+        "best round, worst clients": f"{best}, {worst} (mean of the worst tenth)",
         "local model accuracy": percent(summary["local_accuracy"]),
         "global model accuracy": percent(summary["global_accuracy"]),
         "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
-        "upload compression": "-" if rate is None else f"{rate:.2f}x smaller than the dense model",
+        "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
         "rounds, clients": f"{summary['rounds']}, {summary['clients']}",
         "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",
         "run folder": folder,

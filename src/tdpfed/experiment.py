@@ -1,13 +1,19 @@
 """From a configuration to a simulation ready to run: data, model and algorithm put together."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from tdpfed.config import Config
+from tdpfed.aggregate import Rule
+from tdpfed.config import Config, Data
 from tdpfed.data import make_federation
 from tdpfed.engine.diagnostics import Diagnostics
-from tdpfed.engine.simulate import Participation, Simulation
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.uplink import Attack
+from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
 
 SMALL = 500_000
@@ -18,12 +24,14 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
     """Load and deal the data, build the model, and return the simulation at round 0; nothing is written."""
     device, seed = config.device(), config.run.seed
     data = config.data.model_dump(exclude={"name", "seed"})
-    federation = make_federation(
-        config.data.name, root=data_root, seed=seed if config.data.seed is None else config.data.seed, **data
-    )
-    every = config.run.diagnostics_every
+    with _full_names():
+        federation = make_federation(
+            config.data.name, root=data_root, seed=seed if config.data.seed is None else config.data.seed, **data
+        )
+        model = from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed)
+    every, robust, kind = config.run.diagnostics_every, config.robust.model_dump(), config.robust.attack
     return Simulation(
-        from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed),
+        model,
         federation.to(device),
         config.make_algorithm(),
         seed=seed,
@@ -32,7 +40,21 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         chunk=None if config.run.chunk == "auto" else config.run.chunk,
         diagnostics=Diagnostics(every=every) if every else None,
         codec=config.wire.codec,
+        rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
+        attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
     )
+
+
+@contextmanager
+def _full_names() -> Iterator[None]:
+    """Let errors of the data and model builders name the key of the configuration."""
+    try:
+        yield
+    except TDPFedError as error:
+        field, _, rest = str(error).partition(":")
+        full = {"data set": "data.name", "classes per client": "data.per_client", "model": "model.name"}
+        full |= {key: f"data.{key}" for key in Data.model_fields}
+        raise TDPFedError(f"{full.get(field, field)}:{rest}") from error
 
 
 def threads(config: Config, simulation: Simulation) -> int:

@@ -66,8 +66,8 @@ class Session:
         """Run to the last round and return the summary; it is written whatever happens."""
         status = "failed"
         try:
-            with progress(self.simulation, self.config.run.rounds, self.records) as on_round:
-                for record in self._rounds(on_round):
+            with progress(self.simulation, self.config.run.rounds, self.records) as show:
+                for record in self._rounds(show):
                     self.folder.append(record)
                     self.records.append(record)
             status = "finished"
@@ -78,11 +78,15 @@ class Session:
             self.folder.finish(summary)
         return summary
 
-    def _rounds(self, on_round: OnRound) -> Iterator[Record]:
+    def _rounds(self, show: OnRound) -> Iterator[Record]:
+        def on_round(simulation: Simulation) -> None:
+            show(simulation)
+            self._save(simulation)
+
         left = self.config.run.rounds - self.simulation.round
         if left > 0:
             spent = self.records[-1].seconds if self.records else 0.0
-            yield from self.simulation.run(left, self.config.run.evaluate_every, on_round, self._save, spent)
+            yield from self.simulation.run(left, self.config.run.evaluate_every, on_round, spent)
 
     def _save(self, simulation: Simulation) -> None:
         every, last = self.config.checkpoint.every, simulation.round == self.config.run.rounds

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 import small
 from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, Turn
-from tdpfed.engine.simulate import Participation, Simulation
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.simulate import Simulation
 
 
 def test_local_is_sgd_on_ones_own_data_across_rounds() -> None:
@@ -108,7 +109,7 @@ def test_sar_keeps_what_does_not_travel() -> None:
     for _ in range(3):
         w, own = simulation.server["w"].clone(), simulation.private["theta"].clone()
         simulation.step()
-        chosen, _ = simulation._who(simulation.round)
+        chosen, _ = simulation.participation.draw(simulation.seed, simulation.round, simulation.federation.clients)
         sums: dict[int, float] = {}
         counts: dict[int, float] = {}
         for client in chosen.tolist():

@@ -172,7 +172,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) ->
     checkpoints = Checkpoints(tmp_path)
     for number in range(1, 15):
         records += [replace(record, seconds=0) for record in parted.run(1)]
-        checkpoints.save(snapshot_of(parted, spent=0.5), parted._who(number)[1])
+        checkpoints.save(snapshot_of(parted, spent=0.5), parted.trained)
         if number in (1, 6, 7, 12):
             parted, checkpoints = begin(), Checkpoints(tmp_path)
             found = checkpoints.load()
@@ -280,6 +280,9 @@ def test_every_deletion_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]])
         expect(pair[0], name, pair)
         (pair[0] / name).mkdir()
         expect(pair[0], name, pair)
+        found = Checkpoints(pair[0]).load()
+        assert found is not None
+        assert all("is no file" in warning for warning in found[1])
         (pair[0] / name).rmdir()
         (pair[0] / name).write_bytes(whole)
 
@@ -312,6 +315,31 @@ def test_a_run_goes_on_from_the_older_one_and_drops_the_damaged(
     newest = max(path.name for path in folder.glob("*.json"))
     (folder / newest).write_bytes(b"?")
     assert same(loaded(folder, warnings=1), older)  # it was not pushed out by the damaged one
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    checkpoints, past = Checkpoints(tmp_path, 3), states(5)
+    for snapshot, _ in past[:3]:
+        checkpoints.save(snapshot, None)
+    (tmp_path / "00000003-server.safetensors").unlink()
+    resumed = Checkpoints(tmp_path, 3)
+    assert resumed.load() is not None
+    resumed.save(past[3][0], None)
+    assert sorted(path.name[:8] for path in tmp_path.glob("*.json")) == ["00000001", "00000002", "00000003"]
+    assert same(loaded(tmp_path), past[3][0])  # the third is the new one
+    (tmp_path / "00000003.json").unlink()
+    assert same(loaded(tmp_path, warnings=1), past[1][0])
+
+
+def test_a_wrong_size_is_told_before_the_file_is_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(*states(1)[0])
+    for path in tmp_path.glob("*.safetensors"):
+        size = path.stat().st_size
+        os.truncate(path, 10**9)  # sparse
+        with pytest.raises(TDPFedError, match=f"{path.name}' has 1000000000 bytes, must have {size}"):
+            Checkpoints(tmp_path).load()
+        os.truncate(path, size)
 
 
 def test_rows_that_vanish_while_the_run_goes_on_are_written_again(tmp_path: Path) -> None:
@@ -402,6 +430,65 @@ def test_killed_at_every_instant_of_a_save(tmp_path: Path, before: int) -> None:
         assert sizes(folder).keys() == wanted
         assert len(list(folder.glob("*.json"))) == min(2, 1 + (found is not None))
     assert seen == set(CALLS) - (set() if before == 5 else {"unlink"})
+
+
+def kill(checkpoints: Checkpoints, snapshot: Snapshot, number: int) -> bool:
+    """Save until the ``number``-th call; return whether there was one."""
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(patch, number, Killed())
+        try:
+            checkpoints.save(snapshot, None)
+        except Killed:
+            return True
+    return False
+
+
+def test_killed_while_it_clears_up_after_a_killed_first_save(tmp_path: Path) -> None:
+    """There never was a checkpoint, and none is missed."""
+    past = states(2)
+    for first in range(1, 13):  # up to the manifest's rename
+        second, going = 0, True
+        while going:
+            second += 1
+            folder = tmp_path / f"{first} {second}"
+            assert kill(Checkpoints(folder), past[0][0], first)
+            assert Checkpoints(folder).load() is None
+            going = kill(Checkpoints(folder), past[1][0], second)
+            found = Checkpoints(folder).load()
+            assert found is not None or going
+            assert found is None or (same(found[0], past[1][0]) and not found[1])
+
+
+def test_killed_while_it_drops_a_damaged_one(tmp_path: Path) -> None:
+    """The file that is named stays the one that was damaged."""
+    past, number, going = states(3), 0, True
+    while going:
+        number += 1
+        checkpoints = Checkpoints(tmp_path / str(number))
+        for snapshot, _ in past[:2]:
+            checkpoints.save(snapshot, None)
+        (tmp_path / str(number) / "00000002-server.safetensors").write_bytes(b"?")
+        assert checkpoints.load() is not None
+        going = kill(checkpoints, past[2][0], number)
+        found = Checkpoints(tmp_path / str(number)).load()
+        assert found is not None
+        assert same(found[0], past[0][0]) or same(found[0], past[2][0])
+        assert all("00000002-server.safetensors" in warning for warning in found[1]), found[1]
+    assert number > 12
+
+
+def test_leftovers_make_room_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "00000007-private.safetensors.part"
+    left.write_bytes(b"much")
+    write, there = os.write, []
+
+    def watched(descriptor: int, data: bytes) -> int:
+        there.append(left.exists())
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", watched)
+    Checkpoints(tmp_path).save(*states(1)[0])
+    assert there == [False] * 3
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "No space left on device"), (errno.EROFS, "Read-only")])

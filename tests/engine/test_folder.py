@@ -49,7 +49,7 @@ def test_an_empty_folder_is_taken_and_another_run_is_not(tmp_path: Path) -> None
         RunFolder.create(tmp_path, "a = 2\n")
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(TDPFedError, match=r"--out: .* is already there"):
+    with pytest.raises(TDPFedError, match=r"--out: .* is a file"):
         RunFolder.create(tmp_path / "file", "")
     assert (tmp_path / "file").read_text() == "kept"
 

@@ -30,11 +30,12 @@ def test_a_record_every_so_many_rounds_and_after_the_last(rounds: int, every: in
     assert seconds == sorted(seconds)
 
 
-def test_on_round_is_called_after_every_round_and_before_its_record() -> None:
+def test_on_round_is_called_after_every_round_and_its_record() -> None:
     simulation = Simulation(small.mlp(), small.federation(), FedAvg(**FAST))
     rounds: list[int] = []
     seen = [(record.round, rounds[:]) for record in simulation.run(4, 2, lambda now: rounds.append(now.round))]
-    assert seen == [(2, [1, 2]), (4, [1, 2, 3, 4])]
+    assert seen == [(2, [1]), (4, [1, 2, 3])]
+    assert rounds == [1, 2, 3, 4]
 
 
 def test_a_run_goes_on_where_it_stopped() -> None:
@@ -50,7 +51,7 @@ def test_a_record_by_hand() -> None:
     simulation = Simulation(small.mlp(), data, PFedMe(**small.COMMON), participation=Participation(3))
     simulation.step()
     record = simulation.record(1.5)
-    chosen = simulation._who(1)[0].tolist()
+    chosen = simulation.participation.draw(simulation.seed, 1, simulation.federation.clients)[0].tolist()
     local = simulation._trained[1].upload["w"] if simulation._trained else None
     assert local is not None
 

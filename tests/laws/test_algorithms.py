@@ -10,7 +10,8 @@ from torch import Tensor
 import small
 from tdpfed.aggregate import weighted_mean
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
-from tdpfed.engine.simulate import Participation, Simulation
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.simulate import Simulation
 
 CONDITIONS = [Participation(), Participation(3), Participation(2, "all"), Participation(4, dropout=0.3)]
 DENSE: dict[str, Any] = {"exclude": ("*",), "optimizer": "gd", "s_prime": 1}
@@ -157,7 +158,9 @@ def test_the_server_averages_those_who_report(dropout: float, who: Any) -> None:
     lost, sent, received = 0, 0, 0
     for _ in range(6):
         w, own = simulation.server["w"], simulation.private["theta"].clone()
-        chosen, trained = simulation._who(simulation.round + 1)
+        chosen, trained = simulation.participation.draw(
+            simulation.seed, simulation.round + 1, simulation.federation.clients
+        )
         assert set(chosen.tolist()) <= set(trained.tolist())
         lost += 3 - len(chosen)
         sent, received = sent + len(chosen), received + len(trained)

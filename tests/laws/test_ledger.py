@@ -29,7 +29,7 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
     turn = simulation._turn(1, torch.arange(5))
     down = simulation.algorithm.broadcast(simulation.server, turn)
     outcome = simulation.runner.run(simulation.server, rows_of(simulation.private, turn.clients), turn)
-    seen = simulation._received(outcome, turn)
+    seen = simulation.uplink.travel(outcome.upload, simulation.server, turn)
     simulation.step()
     sent, received = 0, 0
     for k in range(5):
@@ -48,7 +48,7 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
             clients=range(5), samples=dict(enumerate(samples)),
         )  # fmt: skip
         state = validate(decode(data, 10**6), expected)
-        assert all(torch.equal(state[entry], seen.upload[entry][k]) for entry in state)
+        assert all(torch.equal(state[entry], seen[entry][k]) for entry in state)
     assert (simulation.ledger.uplink, simulation.ledger.downlink) == (sent, received)
 
 

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation
+from tdpfed.engine.participation import Participation
 from tdpfed.engine.sampling import batch_indices
-from tdpfed.engine.simulate import Participation, Simulation
+from tdpfed.engine.simulate import Simulation
 
 ROUNDS, CLIENTS = 3, 4
 SPECS = {2: "ar,br->ab", 4: "ar,br,cr,dr->abcd"}
@@ -138,7 +139,7 @@ def test_tdpfed_is_algorithm_1(runner: Any, beta: float, selected: int | None) -
             theta, own = tdpfed_client(model, factors, minibatches(data, client, round_, 3, 5), algorithm)
             thetas.append(flat(theta))
             uploads.append(own)
-        heard = simulation._who(round_)[0].tolist()
+        heard = simulation.participation.draw(simulation.seed, round_, simulation.federation.clients)[0].tolist()
         assert len(heard) == (selected or CLIENTS)
         total = sum(sizes[k] for k in heard)
         factors = {

@@ -7,8 +7,9 @@ import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
+from tdpfed.engine.participation import Participation
 from tdpfed.engine.runners import Runner
-from tdpfed.engine.simulate import Participation, Simulation, simulate
+from tdpfed.engine.simulate import Simulation, simulate
 
 CLIENTS = 11
 CHUNKED = {
@@ -77,7 +78,7 @@ def test_the_estimate_of_what_fits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     whole = small.train(CHUNKED["fedavg"], data=data)
     assert sizes == [CLIENTS, CLIENTS]
     sizes.clear()
-    monkeypatch.setattr("tdpfed.engine.runners.CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr("tdpfed.engine.runners.CPU_BYTES", 1)
     tight = small.train(CHUNKED["fedavg"], data=data)
     assert max(sizes) < CLIENTS
     assert sum(sizes) == 2 * CLIENTS

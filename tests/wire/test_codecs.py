@@ -82,6 +82,8 @@ def test_extreme_columns_are_neither_clipped_nor_divided_by_zero(extreme: float)
     assert bool(result.isfinite().all())
     assert bool(((result - x.double()).abs() <= scale * (1 + 1e-5)).all())
     assert bool((result[:, 2] == 0).all())
+    step = shrink(x, None, "int8", ONE)[1].double()
+    assert float(x.double().abs().max()) <= float(127 * step) * (1 + 1e-6)
 
 
 def test_int8_is_unbiased_over_clients_and_over_seeds() -> None:

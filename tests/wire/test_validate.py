@@ -381,6 +381,7 @@ def test_lies_about_size_cost_no_memory() -> None:
         (forge.with_payload(good, huge, b"0000"), 10**9),
         (forge.with_payload(good, many, b""), 10**9),
         (b"TDPF\x01" + b"\xff" * 4 + bytes(10_000_000), 10**9),
+        (forge.framed(b" " * 10_000_000), 10**9),
         (forge.signed(forge.parts(good)[0], b"\xff" * 8 + bytes(10_000_000)), 10**9),
     ):
         tracemalloc.start()

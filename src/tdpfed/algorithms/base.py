@@ -74,6 +74,10 @@ class Algorithm(ABC):
         """The layout of each entry a message may have; None for plain values."""
         return {"w": self.layout}
 
+    def center(self, server: State) -> Tensor:
+        """Return what a client that changed nothing would add to the average."""
+        return server["w"]
+
     @property
     def draws(self) -> int:
         """How many minibatches a client needs per communication round."""

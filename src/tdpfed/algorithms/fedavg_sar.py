@@ -63,14 +63,17 @@ class FedAvgSAR(FedAvg):
         return {"theta": theta}, {"values": theta.gather(-1, chosen)}, {"loss": loss}
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
-        """Average each coordinate over the clients that sent it: those who did not stand in with the server's value."""
+        """Average the update of each coordinate over the clients that sent it."""
         w = server["w"]
         chosen = self.subset(turn, w.shape[-1])
         deltas = torch.zeros(len(weights), w.shape[-1], dtype=w.dtype, device=w.device)
         deltas.scatter_(-1, chosen, uploads["values"] - w[chosen])
         sent = torch.zeros_like(deltas).scatter_(-1, chosen, 1.0)
-        share = average(sent, weights)
-        return {"w": w + average(deltas, weights) / torch.where(share > 0, share, 1)}
+        return {"w": w + average(deltas, weights[:, None] * sent)}
+
+    def center(self, server: State) -> Tensor:
+        """Updates are averaged here, and none is 0."""
+        return torch.zeros_like(server["w"])
 
 
 def _same(one: Turn, other: Turn) -> bool:

@@ -153,6 +153,11 @@ class TDPFed(Algorithm):
         theta = (1 - self.beta) * self.plan.compose(a) + self.beta * mean
         return {"factors": self.plan.refine(a, theta, sweeps=self.act_sweeps), "theta": theta}
 
+    def center(self, server: State) -> Tensor:
+        """Return the broadcast factors, or in ACT what they compose to."""
+        a = server["factors"]
+        return a if self.aggregation == "afm" else self.plan.compose(a)
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the composed tensorised local model."""
         del private

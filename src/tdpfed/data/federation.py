@@ -35,6 +35,12 @@ class Federation:
     test_size: Tensor  # (K,) int64, may be 0
     classes: int
 
+    def __repr__(self) -> str:
+        train, test = int(self.train_size.sum()), int(self.test_size.sum())
+        shape = "x".join(map(str, self.input_shape))
+        size = f"{self.clients} clients, {train} + {test} samples of {shape}, {self.classes} classes"
+        return f"Federation({self.name!r}: {size})"
+
     @property
     def clients(self) -> int:
         """K, the number of clients."""

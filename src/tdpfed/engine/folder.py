@@ -66,13 +66,17 @@ class RunFolder:
     def check(path: Path) -> None:
         """Refuse a path that holds anything; nothing is written."""
         with _named_errors(path):
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if path.exists() and not path.is_dir():
+                raise TDPFedError(f"--out: {str(path)!r} is a file; give a new or empty folder")
+            if path.exists() and any(path.iterdir()):
                 raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
 
     def append(self, record: Record) -> None:
         """Add a record as one line, flushed."""
         with _named_errors(self.path), (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(record.as_dict()) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint of this round may follow, and must not outlive it
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, whole or not at all."""
@@ -120,6 +124,7 @@ def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, 
         "uplink_bytes": ledger.uplink,
         "downlink_bytes": ledger.downlink,
         "bytes_per_client_round": ledger.per_client_round,
+        "rejected_uploads": ledger.rejected,
         "compression_rate": simulation.compression_rate,
         "seconds": last.seconds if last else None,
         "device": device_name(federation.device),

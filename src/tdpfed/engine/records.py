@@ -22,6 +22,7 @@ class Record:
     participants: int
     seconds: float
     diagnostics: dict[str, float] | None = None
+    rejected: int = 0  # uploads refused so far
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON, which has no word for what is not finite: None."""
@@ -35,6 +36,7 @@ class Ledger:
     uplink: int = 0
     downlink: int = 0
     client_rounds: int = 0
+    rejected: int = 0
     uploads: int = 0
 
     @property

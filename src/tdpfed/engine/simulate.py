@@ -3,44 +3,29 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tdpfed.aggregate import weighted_mean
+from tdpfed.aggregate import Rule, average_for
 from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
+from tdpfed.engine.attacks import attackers, flip_labels
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
+from tdpfed.engine.participation import Participation
 from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
-from tdpfed.engine.sampling import Stream, choose, key, uniform
+from tdpfed.engine.sampling import Stream, key
+from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.objective import Loss, Objective
-from tdpfed.wire import Codec, Kind, encoded_size, lossy
-
-
-@dataclass(frozen=True)
-class Participation:
-    """Who takes part in a round."""
-
-    clients: int | None = None  # S: clients chosen per round; None: all
-    train: Literal["all", "selected"] = "selected"  # whether the others train too (Algorithm 1), or only the chosen
-    dropout: float = 0.0  # chance that a chosen client is lost for the round
-
-    def __post_init__(self) -> None:
-        if self.clients is not None and self.clients < 1:
-            raise TDPFedError(f"participation.clients: {self.clients} given, must be at least 1")
-        if self.train not in ("all", "selected"):
-            raise unknown("participation.train", self.train, ("all", "selected"))
-        if not 0 <= self.dropout < 1:
-            raise TDPFedError(f"participation.dropout: {self.dropout} given, must be at least 0 and below 1")
-
+from tdpfed.wire import Codec, Kind, Rejected, encoded_size
 
 EVERYBODY = Participation()
+MEAN = Rule()
 
 
 class Simulation:
@@ -59,12 +44,20 @@ class Simulation:
         loss: Loss = nn.functional.cross_entropy,
         diagnostics: Diagnostics | None = None,
         codec: Codec = "float32",
+        rule: Rule = MEAN,
+        attack: Attack | None = None,
     ) -> None:
+        for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
+            if not isinstance(given, kind):
+                raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
         # A copy, where the data are: the caller's model stays as it is.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
+        if attack is not None and attack.kind == "label-flip":
+            federation = flip_labels(federation, attackers(seed, federation.clients, attack.fraction))
         self.federation = federation
         self.algorithm = algorithm.bind(self.objective.layout)
-        self.seed, self.participation, self.diagnostics, self.codec = seed, participation, diagnostics, codec
+        self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
+        self.uplink = Uplink(self.algorithm, federation.clients, seed, codec, rule, attack)
         self._check(runner, chunk)
         self._check_model(loss)
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
@@ -79,6 +72,7 @@ class Simulation:
         }
         self.round = 0
         self.ledger = Ledger()
+        self.refused: list[Rejected] = []  # in the last round
         self._trained: tuple[Tensor, Outcome] | None = None
 
     def run(
@@ -86,13 +80,12 @@ class Simulation:
         rounds: int,
         evaluate_every: int = 1,
         on_round: Callable[["Simulation"], None] | None = None,
-        after_record: Callable[["Simulation"], None] | None = None,
         seconds: float = 0.0,
     ) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
-        Rounds whose diagnostics were asked for have a record too. ``on_round`` is called when a round is done,
-        ``after_record`` when its record, if it has one, is with the caller. ``seconds`` is what went before.
+        Rounds whose diagnostics were asked for have a record too. ``on_round`` is called after every round, when its
+        record, if it has one, is with the caller. ``seconds`` is what went before.
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
@@ -100,27 +93,26 @@ class Simulation:
         began, last = time.perf_counter() - seconds, self.round + rounds
         while self.round < last:
             self.step()
-            if on_round is not None:
-                on_round(self)
             if self.round % evaluate_every == 0 or self.round == last or self._diagnosed:
                 yield self.record(time.perf_counter() - began)
-            if after_record is not None:
-                after_record(self)
+            if on_round is not None:
+                on_round(self)
 
     def step(self) -> None:
         """Run one communication round; it counts when it is done. If nobody is left to train, nothing changes."""
         number = self.round + 1
-        chosen, trained = self._who(number)
+        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients)
         if len(trained):
             turn = self._turn(number, trained)
-            outcome = self._received(self.runner.run(self.server, rows_of(self.private, turn.clients), turn), turn)
+            outcome = self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
             self._check_finite(outcome, turn)
             reported = torch.isin(trained, chosen)
-            server = self._aggregated(outcome, turn, reported)
+            server, refused = self._aggregated(outcome, turn, reported)
             self._count(turn, outcome, reported)
             for name, rows in outcome.private.items():
                 self.private[name][turn.clients] = rows
-            self.server, self._trained = server, (turn.clients, outcome)
+            self.server, self.refused, self._trained = server, refused, (turn.clients, outcome)
+            self.ledger.rejected += len(refused)
         else:
             self._trained = None
         self.round = number
@@ -156,6 +148,7 @@ class Simulation:
             participants=0 if own is None else len(own.count),
             seconds=seconds,
             diagnostics=extra,
+            rejected=self.ledger.rejected,
         )
 
     def personalized(self) -> Tensor:
@@ -193,38 +186,31 @@ class Simulation:
     def _diagnosed(self) -> bool:
         return self.diagnostics is not None and self.round % self.diagnostics.every == 0
 
-    def _who(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return who is chosen and who trains in a round, ids ascending; the lost do neither."""
-        total = self.federation.clients
-        count = self.participation.clients or total
-        chosen = torch.arange(total) if count == total else choose(self.seed, Stream.SELECT, number, total, count)
-        everybody = torch.arange(total)
-        kept = uniform(key(self.seed, Stream.DROP, number, everybody)) >= self.participation.dropout
-        trained = everybody if self.participation.train == "all" else chosen
-        lost = ~kept & torch.isin(everybody, chosen)
-        return chosen[~lost[chosen]], trained[~lost[trained]]
-
     def _turn(self, number: int, clients: Tensor) -> Turn:
         return Turn(self.seed, number, clients.to(self.federation.device))
 
-    def _aggregated(self, outcome: Outcome, turn: Turn, reported: Tensor) -> State:
-        """Return the server's state after the uploads of those who ``reported``, a mask over the turn's clients."""
+    def _aggregated(self, outcome: Outcome, turn: Turn, reported: Tensor) -> tuple[State, list[Rejected]]:
+        """Return the server's next state from those who ``reported``, a mask over the turn's clients; and refusals."""
         if not self.algorithm.communicates or not bool(reported.any()):
-            return self.server
-        uploads = {name: value[reported.to(value.device)] for name, value in outcome.upload.items()}
-        senders = self._turn(turn.round, turn.clients[reported.to(turn.clients.device)])
-        return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, weighted_mean)
+            return self.server, []
+        uploads, senders = self._only(outcome.upload, turn, reported)
+        uploads = self.uplink.travel(uploads, self.server, senders)
+        refused = self.uplink.refusals(uploads, self.server, senders)
+        if refused:
+            uploads, senders = self._only(uploads, senders, accepted(senders, refused))
+        if not len(senders.clients):
+            return self.server, refused
+        average = average_for(self.uplink.rule, self.algorithm.center(self.server))
+        weights = self._weights(senders.clients)
+        return self.algorithm.aggregate(self.server, uploads, weights, senders, average), refused
+
+    def _only(self, uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
+        mask = mask.to(turn.clients.device)
+        return {name: value[mask] for name, value in uploads.items()}, self._turn(turn.round, turn.clients[mask])
 
     def _weights(self, clients: Tensor) -> Tensor:
         sizes = self.federation.train_size[clients].double()
         return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
-
-    def _received(self, outcome: Outcome, turn: Turn) -> Outcome:
-        """Return the outcome with the uploads as the server sees them, after the codec's rounding."""
-        if self.codec == "float32":
-            return outcome
-        seen = lossy(outcome.upload, self.algorithm.layouts, self.codec, self.seed, turn.round, turn.clients)
-        return replace(outcome, upload=seen)
 
     def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
         """Add to the ledger exactly the bytes of the messages, headers included."""
@@ -233,7 +219,7 @@ class Simulation:
             clients = turn.clients.tolist()
             senders = [client for client, sent in zip(clients, reported.tolist(), strict=True) if sent]
             self.ledger.downlink += self._bytes(message, "down", "float32", turn.round, clients)
-            self.ledger.uplink += self._bytes(outcome.upload, "up", self.codec, turn.round, senders)
+            self.ledger.uplink += self._bytes(outcome.upload, "up", self.uplink.codec, turn.round, senders)
             self.ledger.client_rounds += len(clients)
             self.ledger.uploads += len(senders)
 
@@ -282,8 +268,6 @@ class Simulation:
     def _check(self, runner: str, chunk: int | None) -> None:
         if runner not in ("batched", "loop"):
             raise unknown("runner", runner, ("batched", "loop"))
-        if self.codec not in get_args(Codec):
-            raise unknown("codec", self.codec, get_args(Codec))
         if not 0 <= self.seed < 2**63:
             raise TDPFedError(f"seed: {self.seed} given, must be 0 or more")
         if chunk is not None and chunk < 1:
@@ -331,6 +315,8 @@ def simulate(
     loss: Loss = nn.functional.cross_entropy,
     diagnostics: Diagnostics | None = None,
     codec: Codec = "float32",
+    rule: Rule = MEAN,
+    attack: Attack | None = None,
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
@@ -338,6 +324,6 @@ def simulate(
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        diagnostics=diagnostics, codec=codec,
+        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

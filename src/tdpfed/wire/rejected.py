@@ -8,6 +8,7 @@ Rule = Literal[
     "size", "magic", "version", "header", "checksum", "payload",  # the bytes: refused by decode
     "dtype", "shape",  # refused by either
     "kind", "client", "duplicate", "round", "weight", "codec", "layout", "names", "nan",  # refused by validate
+    "gauge",  # refused by the server of a federation of factors
 ]  # fmt: skip
 
 
