@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import small
+from tdpfed.aggregate import weighted_mean
 from tdpfed.algorithms import ALGORITHMS, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
 from tdpfed.algorithms.base import to_each
 from tdpfed.engine.runners import Runner
@@ -109,7 +110,7 @@ def test_no_function_changes_its_arguments(name: str, runner: Any) -> None:
     uploads = {key: value.clone() for key, value in outcome.upload.items()}
     kept = {key: value.clone() for key, value in outcome.private.items()}
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)
-    simulation.algorithm.aggregate(simulation.server, outcome.upload, weights, turn, lambda u, w: (w / w.sum()) @ u)
+    simulation.algorithm.aggregate(simulation.server, outcome.upload, weights, turn, weighted_mean)
     simulation.algorithm.local_model(outcome.private, outcome.upload)
     simulation.algorithm.global_model(simulation.server)
     for before, after in (

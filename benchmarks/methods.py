@@ -1,0 +1,49 @@
+"""What every method comes to on one preset with one seed: accuracy, bytes and seconds side by side.
+
+A first look, not a study: one seed, so read differences of a few tenths of a point as noise.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, provenance, write
+
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.config import load_config
+from tdpfed.engine.folder import summarize
+from tdpfed.experiment import prepare, threads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", nargs="?", default="mnist-paper")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--data-root", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    overrides = [f"run.rounds={options.rounds}", f"run.evaluate_every={options.rounds}"]
+    print(f"{'method':12} {'personalised':>12} {'global':>8} {'MB up':>8} {'seconds':>8}")
+    for name in options.algorithms.split(","):
+        config = load_config(options.preset, [*overrides, f"algorithm.name={name}"])
+        simulation = prepare(config, options.data_root)
+        torch.set_num_threads(threads(config, simulation))
+        records = list(simulation.run(config.run.rounds, config.run.evaluate_every))
+        row = summarize(simulation, records, model=config.model.name, status="finished")
+        rows.append({**row, "hyper_parameters": config.algorithm})
+        shown = [
+            f"{100 * row[key]:.2f}" if row[key] is not None else "-"
+            for key in ("personalized_accuracy", "global_accuracy")
+        ]
+        print(
+            f"{name:12} {shown[0]:>12} {shown[1]:>8} {row['uplink_bytes'] / 1e6:8.1f} {row['seconds']:8.1f}", flush=True
+        )
+    out = options.out or ROOT / "results" / f"{options.preset}-{options.rounds}-rounds.json"
+    write(out, {"provenance": provenance(0, torch.device("cpu")), "preset": options.preset, "methods": rows})
+
+
+if __name__ == "__main__":
+    main()
