@@ -28,7 +28,7 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()},
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT"),  # a copy without its history is told
         "dirty": _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
         "seed": seed,
         "command": " ".join(["python", *sys.argv]),

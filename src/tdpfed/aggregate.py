@@ -42,6 +42,15 @@ class Rule:
         _check("robust.clip", self.clip, clips, "'median', or finite and above 0")
         _check("robust.gauge", self.gauge, self.gauge is None or _positive(self.gauge), "finite and above 0")
 
+    def enough(self, clients: int) -> bool:
+        """Whether so many uploads can be averaged by this rule; none at all leave the plain ones nothing to do."""
+        if self.name == "trimmed-mean":
+            return clients > 2 * _cut(self.fraction, clients)
+        if self.name in ("krum", "multi-krum"):
+            kept = 0 if self.name == "krum" or self.keep is None else self.keep
+            return clients >= max(2 * self.byzantine + 3, self.byzantine + kept)
+        return True
+
 
 def average_for(rule: Rule, center: Tensor) -> Average:
     """Return the average that ``rule`` names; ``center`` ``(P,)`` is what a client that changed nothing would send."""
@@ -82,7 +91,7 @@ def trimmed_mean(fraction: float) -> Average:
     def average(uploads: Tensor, weights: Tensor) -> Tensor:
         sent = _sent(uploads, weights)
         clients = int(sent.any(-1).sum())
-        cut = math.ceil(fraction * clients - 1e-9)
+        cut = _cut(fraction, clients)
         if 2 * cut >= clients:
             raise TDPFedError(
                 f"trimmed-mean: {clients} clients given, must be more than {2 * cut} to cut {fraction:g} at each end"
@@ -91,6 +100,10 @@ def trimmed_mean(fraction: float) -> Average:
         return _inner_mean(uploads, weights.reshape(len(weights), -1).expand_as(uploads), cuts)
 
     return average
+
+
+def _cut(fraction: float, clients: int) -> int:
+    return math.ceil(fraction * clients - 1e-9)
 
 
 def krum(byzantine: int) -> Average:

@@ -77,10 +77,18 @@ class Participation(Section):
     """Who takes part in a round."""
 
     clients: int | None = Field(None, ge=1, description="clients chosen per round; all by default")
+    sampling: Literal["fixed", "poisson"] = Field(
+        "fixed", description="exactly so many, or each client by itself with the same chance, so many on average"
+    )
     train: Literal["all", "selected"] = Field(
         "selected", description="whether the others train too, or only the chosen"
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="chance that a chosen client is lost for the round")
+    quorum: int = Field(0, ge=0, description="accepted uploads a round needs")
+    below_quorum: Literal["repeat", "stop"] = Field(
+        "repeat", description="what happens to a round with too few: tried again with other draws, or the run stops"
+    )
+    attempts: int = Field(10, ge=1, le=10**6, description="how often a round is tried in all before the run stops")
 
 
 class Wire(Section):

@@ -1,4 +1,4 @@
-"""The one exception this package raises for bad input.
+"""The exception this package raises for bad input.
 
 Its message names the field, the value that was given and what is allowed. The command line prints it and exits with 2;
 anything else that reaches the top is a bug and keeps its traceback.
@@ -10,6 +10,10 @@ from collections.abc import Iterable
 
 class TDPFedError(ValueError):
     """Bad input: a field, its value and what is allowed."""
+
+
+class QuorumError(TDPFedError):
+    """A round had fewer accepted uploads than it needs, as often as it may be tried."""
 
 
 def unknown(field: str, value: object, allowed: Iterable[str]) -> TDPFedError:

@@ -18,7 +18,7 @@ from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.folder import RunFolder, summarize
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.experiment import prepare, threads
 
 OnRound = Callable[[Simulation], None]
@@ -73,6 +73,9 @@ class Session:
             status = "finished"
         except KeyboardInterrupt:
             status = "interrupted"
+        except QuorumError:
+            self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
+            raise
         finally:
             summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
             self.folder.finish(summary)
@@ -81,6 +84,7 @@ class Session:
     def _rounds(self, show: OnRound) -> Iterator[Record]:
         def on_round(simulation: Simulation) -> None:
             show(simulation)
+            self.folder.refuse(simulation.round, simulation.refused)
             self._save(simulation)
 
         left = self.config.run.rounds - self.simulation.round

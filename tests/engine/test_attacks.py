@@ -165,6 +165,7 @@ def test_the_gauge_attack_scales_flips_and_permutes_columns() -> None:
     assert torch.equal(new["fc.bias"], old["fc.bias"])
     modes: set[tuple[int, ...]] = set()
     flips: list[bool] = []
+    shuffled: list[bool] = []
     for client, (layer, count) in ((k, layer) for k in range(2) for layer in (("fc", 2), ("conv", 4))):
         orders, signs, sizes = [], [], []
         for n in range(1, count + 1):
@@ -181,7 +182,7 @@ def test_the_gauge_attack_scales_flips_and_permutes_columns() -> None:
         assert sorted(sizes) == [0.01, *[1.0] * (count - 2), 100.0]
         assert all(order == orders[0] for order in orders)
         assert sorted(orders[0]) == list(range(len(orders[0])))
-        assert orders[0] != sorted(orders[0])
+        shuffled.append(orders[0] != sorted(orders[0]))
         assert torch.equal(torch.stack(signs).prod(0), torch.ones_like(signs[0]))
         moved = [signs[n] for n in range(count) if sizes[n] != 1]
         assert torch.equal(moved[0], moved[1])
@@ -189,6 +190,7 @@ def test_the_gauge_attack_scales_flips_and_permutes_columns() -> None:
         modes.add((sizes.index(100.0), sizes.index(0.01)))
     assert len(modes) > 1  # which two factors is drawn as well
     assert set(flips) == {True, False}
+    assert any(shuffled)  # two columns may well keep their order
 
 
 def test_one_gauge_attacker_of_ten_wrecks_the_mean_of_factors() -> None:

@@ -123,3 +123,15 @@ def test_the_configuration_reaches_the_uplink() -> None:
     uplink = prepare(load_config("digits", overrides)).uplink
     assert (uplink.rule.name, uplink.rule.gauge, uplink.codec) == ("median", 2.0, "int8")
     assert uplink.attack == Attack("noise", 0.2, 3.0)
+
+
+def test_only_honest_clients_accuracy_counts() -> None:
+    """A client that trains on flipped labels answers wrongly by intent: its accuracy is listed, not counted."""
+    simulation = small.train(FedAvg(**small.COMMON), attack=Attack("label-flip", 0.4))
+    record = simulation.record(0.0)
+    sizes = simulation.federation.test_size.double()
+    each = torch.tensor([accuracy or 0.0 for accuracy in record.client_accuracy], dtype=torch.float64)
+    weights = sizes * simulation.honest
+    assert int((~simulation.honest).sum()) == 2
+    assert record.personalized_accuracy == pytest.approx(float((each * weights).sum() / weights.sum()))
+    assert record.participants == 5

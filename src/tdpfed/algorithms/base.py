@@ -36,7 +36,7 @@ class Turn:
     """Which round it is and which clients are computed: together with the seed the place of every random draw."""
 
     seed: int
-    round: int
+    round: int | Tensor  # a scalar tensor where the computation is recorded for any round
     clients: Tensor  # (K,) ids, or () for one client
 
 

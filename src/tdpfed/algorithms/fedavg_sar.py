@@ -48,7 +48,7 @@ class FedAvgSAR(FedAvg):
         count = max(1, round(size / self.compression))
         bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
         position = torch.arange(count, device=turn.clients.device)
-        return permute(position, torch.tensor(size, device=turn.clients.device), bits)
+        return permute(position, torch.full((), size, device=turn.clients.device), bits)
 
     def broadcast(self, server: State, turn: Turn) -> State:
         """Send each client the values of its subset."""
@@ -77,4 +77,6 @@ class FedAvgSAR(FedAvg):
 
 
 def _same(one: Turn, other: Turn) -> bool:
+    if one is other or isinstance(one.round, Tensor) or isinstance(other.round, Tensor):
+        return one is other  # what is recorded has no values to compare
     return (one.seed, one.round) == (other.seed, other.round) and torch.equal(one.clients, other.clients)

@@ -29,9 +29,6 @@ Kind = Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge"]
 STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0}
 """How strong an attack is where nothing is said: see :func:`attack`."""
 
-ATTACK = 0xA77AC4
-"""Keeps the draws made here apart from the only other of their stream, which has no counter."""
-
 HIGHEST = NormalDist().cdf(3)
 """The quantile ALIE goes to at most: where attackers need no cover they send three deviations."""
 
@@ -40,7 +37,7 @@ def attackers(seed: int, clients: int, fraction: float) -> Tensor:
     """Return which clients are hostile for the whole run, bool ``(clients,)``: the nearest number to ``fraction``."""
     if not 0 <= fraction <= 1:
         raise TDPFedError(f"attack.fraction: {fraction} given, must be at least 0 and at most 1")
-    chosen = choose(seed, Stream.INIT, ATTACK, clients, round(fraction * clients))
+    chosen = choose(seed, Stream.ATTACK, 0, clients, round(fraction * clients))
     return torch.zeros(clients, dtype=torch.bool).index_fill(0, chosen, True)
 
 
@@ -80,7 +77,7 @@ def attack(
         return uploads
     hostile: State = {}
     for number, (name, values) in enumerate(uploads.items()):
-        draw = partial(key, turn.seed, Stream.INIT, ATTACK, turn.round, turn.clients[rows, None], number)
+        draw = partial(key, turn.seed, Stream.ATTACK, turn.round, turn.clients[rows, None], number)
         if kind == "gauge":
             bad = regauged(values[rows], _factorised(plan, values), draw, strength or STRENGTH[kind])
         else:

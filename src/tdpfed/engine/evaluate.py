@@ -33,6 +33,10 @@ class Score:
         """The mean over all samples; None without test samples."""
         return float(self.loss.sum()) / int(self.count.sum()) if self.count.any() else None
 
+    def of(self, clients: Tensor) -> "Score":
+        """Return the scores of some of the clients, by mask or position."""
+        return Score(self.correct[clients], self.count[clients], self.loss[clients])
+
     def per_client(self) -> list[float | None]:
         """Each client's accuracy; None for a client without test samples."""
         pairs = zip(self.correct.tolist(), self.count.tolist(), strict=True)

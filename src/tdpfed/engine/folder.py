@@ -1,16 +1,16 @@
 """A run on disk: ``config.toml`` (resolved), ``metrics.jsonl`` (a line per evaluated round) and ``summary.json``.
 
-A line is flushed when its round is done, so what is finished is there whatever happens next. The summary appears whole
-or not at all.
+Where uploads were refused, ``refusals.jsonl`` names each: round, client, rule, tensor and reason. A line is flushed
+when its round is done, so what is finished is there whatever happens next. The summary appears whole or not at all.
 """
 
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,12 @@ import tdpfed
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.wire import Rejected
+
+METRICS = "metrics.jsonl"
+REFUSALS = "refusals.jsonl"
+
+T = TypeVar("T")
 
 
 class RunFolder:
@@ -33,7 +39,7 @@ class RunFolder:
         with _named_errors(path):
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.toml").write_text(config, encoding="utf-8")
-            (path / "metrics.jsonl").touch()
+            (path / METRICS).touch()
         return cls(path)
 
     @classmethod
@@ -48,19 +54,25 @@ class RunFolder:
             raise TDPFedError(f"--resume: cannot read {str(config)!r} ({error})") from None
 
     def rewind(self, round_: int) -> list[Record]:
-        """Return the records up to a round, and drop those after it and a last line that was cut off."""
-        records: list[Record] = []
+        """Return the records up to a round; of them and of the refusals drop what came after, or was cut off."""
+        self._rewind(REFUSALS, round_, dict)
+        return self._rewind(METRICS, round_, lambda line: Record(**line))
+
+    def _rewind(self, name: str, round_: int, read: Callable[[dict[str, Any]], T]) -> list[T]:
+        file, kept, found = self.path / name, "", []
         with _named_errors(self.path):
-            file = self.path / "metrics.jsonl"
-            for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+            if not file.exists():
+                return []
+            for text in file.read_text(encoding="utf-8").splitlines():
                 try:
-                    record = Record(**json.loads(line))
-                except (ValueError, TypeError):
+                    line = json.loads(text)
+                    if line["round"] <= round_:
+                        found.append(read(line))
+                        kept += text + "\n"
+                except (ValueError, TypeError, KeyError):
                     break
-                if record.round <= round_:
-                    records.append(record)
-            _replace(file, "".join(json.dumps(record.as_dict()) + "\n" for record in records))
-        return records
+            _replace(file, kept)
+        return found
 
     @staticmethod
     def check(path: Path) -> None:
@@ -73,8 +85,18 @@ class RunFolder:
 
     def append(self, record: Record) -> None:
         """Add a record as one line, flushed."""
-        with _named_errors(self.path), (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record.as_dict()) + "\n")
+        self._append(METRICS, [record.as_dict()])
+
+    def refuse(self, round_: int, refused: Sequence[Rejected]) -> None:
+        """Add the uploads that a round refused, a line each, flushed; the file is there once there are any."""
+        keys = ("client", "rule", "tensor")
+        lines = [{"round": round_} | {k: getattr(one, k) for k in keys} | {"reason": str(one)} for one in refused]
+        if lines:
+            self._append(REFUSALS, lines)
+
+    def _append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
+        with _named_errors(self.path), (self.path / name).open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())  # a checkpoint of this round may follow, and must not outlive it
 

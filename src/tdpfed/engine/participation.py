@@ -1,7 +1,7 @@
 """Who takes part in a round: the chosen, those who train, and those who are lost on the way."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -12,26 +12,38 @@ from tdpfed.errors import TDPFedError, unknown
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part in a round."""
+    """Who takes part in a round, and how many must."""
 
     clients: int | None = None  # S: clients chosen per round; None: all
     train: Literal["all", "selected"] = "selected"  # whether the others train too (Algorithm 1), or only the chosen
     dropout: float = 0.0  # chance that a chosen client is lost for the round
+    sampling: Literal["fixed", "poisson"] = "fixed"  # exactly S, or each client by itself with chance S / K
+    quorum: int = 0  # accepted uploads a round needs
+    below_quorum: Literal["repeat", "stop"] = "repeat"  # what happens to a round with fewer
+    attempts: int = 10  # how often a round is tried in all
 
     def __post_init__(self) -> None:
         if self.clients is not None and self.clients < 1:
             raise TDPFedError(f"participation.clients: {self.clients} given, must be at least 1")
-        if self.train not in ("all", "selected"):
-            raise unknown("participation.train", self.train, ("all", "selected"))
+        for field in ("sampling", "train", "below_quorum"):
+            words = get_args(get_type_hints(Participation)[field])
+            if getattr(self, field) not in words:
+                raise unknown(f"participation.{field}", getattr(self, field), words)
         if not 0 <= self.dropout < 1:
             raise TDPFedError(f"participation.dropout: {self.dropout} given, must be at least 0 and below 1")
+        for field, least in (("quorum", 0), ("attempts", 1)):
+            if getattr(self, field) < least:
+                raise TDPFedError(f"participation.{field}: {getattr(self, field)} given, must be at least {least}")
 
-    def draw(self, seed: int, number: int, total: int) -> tuple[Tensor, Tensor]:
+    def draw(self, seed: int, number: int, total: int, attempt: int = 0) -> tuple[Tensor, Tensor]:
         """Return who of ``total`` reports and who trains in a round, ids ascending; the lost do neither."""
-        everybody = torch.arange(total)
-        few = self.clients is not None and self.clients < total
-        chosen = choose(seed, Stream.SELECT, number, total, self.clients or total) if few else everybody
-        kept = uniform(key(seed, Stream.DROP, number, everybody)) >= self.dropout
+        everybody, wanted = torch.arange(total), total if self.clients is None else self.clients
+        if self.sampling == "poisson":
+            drawn = uniform(key(seed, Stream.SELECT, number, attempt, everybody))
+            chosen = everybody[drawn < wanted / total]
+        else:
+            chosen = everybody if wanted == total else choose(seed, Stream.SELECT, number, total, wanted, attempt)
+        kept = uniform(key(seed, Stream.DROP, number, attempt, everybody)) >= self.dropout
         trained = everybody if self.train == "all" else chosen
         lost = ~kept & torch.isin(everybody, chosen)
         return chosen[~lost[chosen]], trained[~lost[trained]]

@@ -6,7 +6,7 @@ takes clients in chunks; a client's bits do not depend on its company, so any ch
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
 from tdpfed.data.federation import Federation
+from tdpfed.engine.graphs import Graphed
 from tdpfed.engine.sampling import batch_indices
 from tdpfed.objective import Objective
 
@@ -47,6 +48,7 @@ class Runner:
     federation: Federation
     kind: RunnerName = "batched"
     chunk: int | None = None  # clients computed together; None: as many as fit
+    graphs: bool = True  # on a GPU: record a round and replay it
 
     def run(self, server: State, private: State, turn: Turn) -> Outcome:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
@@ -79,9 +81,23 @@ class Runner:
         outcome = self._update(server, rows_of(kept, filled), replace(group, clients=group.clients[filled]))
         return Outcome(*({name: value[:count] for name, value in part.items()} for part in outcome))
 
-    def _update(self, server: State, private: State, turn: Turn) -> tuple[State, State, State]:
+    def _update(self, server: State, private: State, turn: Turn) -> tuple[State, ...]:
+        if turn.clients.device.type == "cuda" and self.graphs:
+            graphed = self._graphs.setdefault(turn.seed, Graphed(partial(self._recorded, turn.seed)))
+            round_ = torch.full((), int(turn.round), device=turn.clients.device)
+            return graphed(server, private, {"round": round_, "clients": turn.clients})
+        return self._computed(server, private, turn)
+
+    def _computed(self, server: State, private: State, turn: Turn) -> tuple[State, State, State]:
         message = self.algorithm.broadcast(server, turn)
         return self.algorithm.update(message, private, self.batches(turn), self.objective.gradient, turn)
+
+    def _recorded(self, seed: int, server: State, private: State, place: State) -> tuple[State, ...]:
+        return self._computed(server, private, Turn(seed, place["round"], place["clients"]))
+
+    @cached_property
+    def _graphs(self) -> dict[int, Graphed]:
+        return {}
 
     @cached_property
     def _fitting(self) -> int:

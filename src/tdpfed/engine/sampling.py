@@ -7,9 +7,12 @@ GPU.
 """
 
 from enum import IntEnum
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Bits = TypeVar("Bits", int, Tensor)
 
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
@@ -26,9 +29,11 @@ class Stream(IntEnum):
     SUBSET = 4
     INIT = 5
     CODEC = 6
+    ATTACK = 7
+    NOISE = 8
 
 
-def mix(x: Tensor) -> Tensor:
+def mix(x: Bits) -> Bits:
     """Scramble 32-bit integers: every input bit reaches every output bit."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
@@ -37,11 +42,10 @@ def mix(x: Tensor) -> Tensor:
 
 def key(seed: int, stream: Stream, *counters: Tensor | int) -> Tensor:
     """Return the 32-bit key of a draw; tensor counters broadcast against each other."""
-    state = mix(torch.tensor(seed & MASK) ^ mix(torch.tensor((seed >> 32) & MASK) + 0x9E3779B9))
-    for counter in (int(stream), *counters):
-        count = torch.as_tensor(counter, dtype=torch.int64)
-        state = mix((state.to(count.device) * 0x9E3779B1 + count + 0x7F4A7C15) & MASK)
-    return state
+    state: Any = mix((seed & MASK) ^ mix(((seed >> 32) & MASK) + 0x9E3779B9))
+    for counter in (int(stream), *counters):  # Python's integers up to the first tensor, whose device the key is on
+        state = mix(((state * 0x9E3779B1 & MASK) + counter + 0x7F4A7C15) & MASK)
+    return torch.as_tensor(state)
 
 
 def uniform(bits: Tensor) -> Tensor:
@@ -73,7 +77,7 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
 
 
 def batch_indices(
-    seed: int, round_: int, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
+    seed: int, round_: int | Tensor, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
 ) -> Tensor:
     """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
 
@@ -86,10 +90,10 @@ def batch_indices(
     return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
 
 
-def choose(seed: int, stream: Stream, round_: int, population: int, count: int) -> Tensor:
-    """Return ``count`` of ``population`` client ids, ascending, drawn afresh each round."""
+def choose(seed: int, stream: Stream, round_: int, population: int, count: int, attempt: int = 0) -> Tensor:
+    """Return ``count`` of ``population`` client ids, ascending, drawn afresh each round and attempt."""
     positions = torch.arange(count)
-    drawn = permute(positions, torch.tensor(population), key(seed, stream, round_))
+    drawn = permute(positions, torch.tensor(population), key(seed, stream, round_, attempt))
     return drawn.sort().values
 
 

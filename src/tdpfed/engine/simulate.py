@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -14,13 +14,14 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.attacks import attackers, flip_labels
+from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_settings
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
 from tdpfed.engine.sampling import Stream, key
 from tdpfed.engine.uplink import Attack, Uplink, accepted
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError
 from tdpfed.objective import Loss, Objective
 from tdpfed.wire import Codec, Kind, Rejected, encoded_size
 
@@ -50,16 +51,20 @@ class Simulation:
         for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
             if not isinstance(given, kind):
                 raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
+        check_settings(seed, runner, chunk, participation, rule, federation.clients)
         # A copy, where the data are: the caller's model stays as it is.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
+        hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
+        self.honest = ~hostile  # whose accuracy counts
         if attack is not None and attack.kind == "label-flip":
-            federation = flip_labels(federation, attackers(seed, federation.clients, attack.fraction))
+            federation = flip_labels(federation, hostile)
         self.federation = federation
         self.algorithm = algorithm.bind(self.objective.layout)
         self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
         self.uplink = Uplink(self.algorithm, federation.clients, seed, codec, rule, attack)
-        self._check(runner, chunk)
-        self._check_model(loss)
+        if diagnostics is not None:
+            defined_for(self.algorithm)
+        check_model(self.objective, federation)
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
@@ -72,7 +77,7 @@ class Simulation:
         }
         self.round = 0
         self.ledger = Ledger()
-        self.refused: list[Rejected] = []  # in the last round
+        self.refused: list[Rejected] = []  # in the last round that was tried
         self._trained: tuple[Tensor, Outcome] | None = None
 
     def run(
@@ -99,36 +104,56 @@ class Simulation:
                 on_round(self)
 
     def step(self) -> None:
-        """Run one communication round; it counts when it is done. If nobody is left to train, nothing changes."""
-        number = self.round + 1
-        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients)
+        """Run one communication round; it counts when it is done.
+
+        With too few uploads nothing changes but the ledger: the round is repeated with other draws, or the run stops.
+        A round in which nobody is left and no quorum is asked for changes nothing either, and counts.
+        """
+        self.refused = []
+        for attempt in range(self.participation.attempts):
+            done, uploads = self._attempt(self.round + 1, attempt)
+            if done:
+                self.round += 1
+                return
+            if self.participation.below_quorum == "stop":
+                break
+        raise below_quorum(self.round + 1, attempt + 1, uploads, self.participation, self.uplink.rule, self.refused)
+
+    def _attempt(self, number: int, attempt: int) -> tuple[bool, int]:
+        """Try a round; return whether it is done, and how many uploads were accepted."""
+        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients, attempt)
+        turn, outcome = self._turn(number, trained), None
         if len(trained):
-            turn = self._turn(number, trained)
             outcome = self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
-            self._check_finite(outcome, turn)
-            reported = torch.isin(trained, chosen)
-            server, refused = self._aggregated(outcome, turn, reported)
-            self._count(turn, outcome, reported)
+            check_finite(outcome, turn, self.algorithm)
+        server, count = self.server, 0
+        if self.algorithm.communicates:
+            arrived = self._arrived(outcome, turn, torch.isin(trained, chosen))
+            count = 0 if arrived is None else len(arrived[1].clients)
+            if count < self.participation.quorum or not self.uplink.rule.enough(count):
+                return False, count
+            server = self._aggregated(arrived)
+        if outcome is not None:
             for name, rows in outcome.private.items():
                 self.private[name][turn.clients] = rows
-            self.server, self.refused, self._trained = server, refused, (turn.clients, outcome)
-            self.ledger.rejected += len(refused)
-        else:
-            self._trained = None
-        self.round = number
+        self.server, self._trained = server, None if outcome is None else (turn.clients, outcome)
+        return True, count
 
     def record(self, seconds: float) -> Record:
-        """Evaluate all models after the current round."""
+        """Evaluate all models after the current round; hostile clients' accuracy is listed but does not count."""
         everybody = torch.arange(self.federation.clients, device=self.federation.device)
         at_once = self._samples_at_once
         personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody, at_once)
-        own = None
+        honest, own = personal.of(self.honest), None
         if self._trained is not None:
             clients, outcome = self._trained
             local = self.algorithm.local_model(outcome.private, outcome.upload)
             own = evaluate.score_each(self.objective, local, self.federation, clients, at_once)
+            own = own.of(self.honest[clients.cpu()])
         shipped = self.global_model()
-        common = None if shipped is None else evaluate.score_one(self.objective, shipped, self.federation, at_once)
+        common = None
+        if shipped is not None:
+            common = evaluate.score_one(self.objective, shipped, self.federation, at_once).of(self.honest)
         extra = None
         if self.diagnostics is not None and self._diagnosed:
             turn = self._turn(self.round, everybody)
@@ -137,15 +162,15 @@ class Simulation:
         return Record(
             round=self.round,
             loss=self.train_loss,
-            personalized_accuracy=personal.accuracy,
+            personalized_accuracy=honest.accuracy,
             local_accuracy=None if own is None else own.accuracy,
             global_accuracy=None if common is None else common.accuracy,
-            personalized_loss=personal.mean_loss,
+            personalized_loss=honest.mean_loss,
             global_loss=None if common is None else common.mean_loss,
             client_accuracy=personal.per_client(),
             uplink_bytes=self.ledger.uplink,
             downlink_bytes=self.ledger.downlink,
-            participants=0 if own is None else len(own.count),
+            participants=len(self.trained),
             seconds=seconds,
             diagnostics=extra,
             rejected=self.ledger.rejected,
@@ -189,24 +214,30 @@ class Simulation:
     def _turn(self, number: int, clients: Tensor) -> Turn:
         return Turn(self.seed, number, clients.to(self.federation.device))
 
-    def _aggregated(self, outcome: Outcome, turn: Turn, reported: Tensor) -> tuple[State, list[Rejected]]:
-        """Return the server's next state from those who ``reported``, a mask over the turn's clients; and refusals."""
-        if not self.algorithm.communicates or not bool(reported.any()):
-            return self.server, []
+    def _arrived(self, outcome: Outcome | None, turn: Turn, reported: Tensor) -> tuple[State, Turn] | None:
+        """Return the uploads the gate accepted of those who ``reported``, a mask over the turn's clients."""
+        if outcome is None:
+            return None
+        self._count(turn, outcome, reported)
+        if not bool(reported.any()):
+            return None
         uploads, senders = self._only(outcome.upload, turn, reported)
         uploads = self.uplink.travel(uploads, self.server, senders)
         refused = self.uplink.refusals(uploads, self.server, senders)
-        if refused:
-            uploads, senders = self._only(uploads, senders, accepted(senders, refused))
-        if not len(senders.clients):
-            return self.server, refused
+        self.refused += refused
+        self.ledger.rejected += len(refused)
+        return self._only(uploads, senders, accepted(senders, refused)) if refused else (uploads, senders)
+
+    def _aggregated(self, arrived: tuple[State, Turn] | None) -> State:
+        if arrived is None or not len(arrived[1].clients):
+            return self.server
+        uploads, senders = arrived
         average = average_for(self.uplink.rule, self.algorithm.center(self.server))
-        weights = self._weights(senders.clients)
-        return self.algorithm.aggregate(self.server, uploads, weights, senders, average), refused
+        return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, average)
 
     def _only(self, uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
         mask = mask.to(turn.clients.device)
-        return {name: value[mask] for name, value in uploads.items()}, self._turn(turn.round, turn.clients[mask])
+        return {name: value[mask] for name, value in uploads.items()}, replace(turn, clients=turn.clients[mask])
 
     def _weights(self, clients: Tensor) -> Tensor:
         sizes = self.federation.train_size[clients].double()
@@ -214,14 +245,13 @@ class Simulation:
 
     def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
         """Add to the ledger exactly the bytes of the messages, headers included."""
-        if self.algorithm.communicates:
-            message = self.algorithm.broadcast(self.server, self._turn(turn.round, turn.clients[:1]))
-            clients = turn.clients.tolist()
-            senders = [client for client, sent in zip(clients, reported.tolist(), strict=True) if sent]
-            self.ledger.downlink += self._bytes(message, "down", "float32", turn.round, clients)
-            self.ledger.uplink += self._bytes(outcome.upload, "up", self.uplink.codec, turn.round, senders)
-            self.ledger.client_rounds += len(clients)
-            self.ledger.uploads += len(senders)
+        message = self.algorithm.broadcast(self.server, replace(turn, clients=turn.clients[:1]))
+        number, clients = int(turn.round), turn.clients.tolist()
+        senders = [client for client, sent in zip(clients, reported.tolist(), strict=True) if sent]
+        self.ledger.downlink += self._bytes(message, "down", "float32", number, clients)
+        self.ledger.uplink += self._bytes(outcome.upload, "up", self.uplink.codec, number, senders)
+        self.ledger.client_rounds += len(clients)
+        self.ledger.uploads += len(senders)
 
     def _bytes(self, state: State, kind: Kind, codec: Codec, number: int, clients: list[int]) -> int:
         lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
@@ -232,51 +262,6 @@ class Simulation:
             )
             for k in clients
         )
-
-    def _check_finite(self, outcome: Outcome, turn: Turn) -> None:
-        values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
-        bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
-        if bool(bad.any()):
-            rates = ", ".join(f"{name}={value:g}" for name, value in self.algorithm.learning_rates.items())
-            raise TDPFedError(
-                f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
-                f"the run diverges; lower the learning rates ({rates})"
-            )
-
-    def _check_model(self, loss: Loss) -> None:
-        """Try the model on two samples, so that what does not fit is told in words and before any work."""
-        data, theta = self.federation, self.objective.initial()
-        try:
-            outputs = self.objective.outputs(theta, data.x[:2])
-        except Exception as error:  # the user's own code may raise anything
-            raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
-        if not torch.is_tensor(outputs):
-            raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
-        if loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
-            raise TDPFedError(
-                f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
-                f"must be (2, classes) with at least the data's {data.classes} classes"
-            )
-        try:
-            torch.func.vmap(self.objective.value)(theta.expand(2, -1), data.x[:2, None], data.y[:2, None])
-        except Exception as error:  # a draw in forward, or a path that depends on values
-            raise TDPFedError(
-                f"model: cannot be computed for several clients at once ({str(error).splitlines()[0]}); "
-                "its forward must draw nothing at random and branch on no values"
-            ) from error
-
-    def _check(self, runner: str, chunk: int | None) -> None:
-        if runner not in ("batched", "loop"):
-            raise unknown("runner", runner, ("batched", "loop"))
-        if not 0 <= self.seed < 2**63:
-            raise TDPFedError(f"seed: {self.seed} given, must be 0 or more")
-        if chunk is not None and chunk < 1:
-            raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
-        if self.diagnostics is not None:
-            defined_for(self.algorithm)
-        count, total = self.participation.clients or 0, self.federation.clients
-        if count > total:
-            raise TDPFedError(f"participation.clients: {count} given, must be at most {total}, the number of clients")
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Uplink:
             )  # fmt: skip
         if self.codec == "float32":
             return uploads
-        return lossy(uploads, self.algorithm.layouts, self.codec, self.seed, turn.round, turn.clients)
+        return lossy(uploads, self.algorithm.layouts, self.codec, self.seed, int(turn.round), turn.clients)
 
     def refusals(self, uploads: State, server: State, turn: Turn) -> list[Rejected]:
         """Return what the gate refuses of the turn's uploads, a refusal for each client."""

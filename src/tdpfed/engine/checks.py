@@ -1,0 +1,84 @@
+"""What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
+
+import torch
+from torch import nn
+
+from tdpfed.aggregate import Rule
+from tdpfed.algorithms.base import Algorithm, Turn
+from tdpfed.data.federation import Federation
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.runners import Outcome
+from tdpfed.errors import QuorumError, TDPFedError, unknown
+from tdpfed.objective import Objective
+from tdpfed.wire import Rejected
+
+
+def check_settings(
+    seed: int, runner: str, chunk: int | None, participation: Participation, rule: Rule, clients: int
+) -> None:
+    """Refuse settings outside their range, or that this number of clients cannot meet."""
+    if runner not in ("batched", "loop"):
+        raise unknown("runner", runner, ("batched", "loop"))
+    if not 0 <= seed < 2**63:
+        raise TDPFedError(f"seed: {seed} given, must be 0 or more")
+    if chunk is not None and chunk < 1:
+        raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
+    most = clients if participation.clients is None else participation.clients
+    for field, value, limit, whose in (
+        ("clients", participation.clients, clients, "the number of clients"),
+        ("quorum", participation.quorum, most, "the clients chosen per round"),
+    ):
+        if value is not None and value > limit:
+            raise TDPFedError(f"participation.{field}: {value} given, must be at most {limit}, {whose}")
+    if not rule.enough(most):
+        raise TDPFedError(
+            f"robust.name: {rule.name!r} given, which with fraction {rule.fraction:g}, byzantine {rule.byzantine} and "
+            f"keep {rule.keep} cannot work with the {most} clients of a round"
+        )
+
+
+def check_model(objective: Objective, data: Federation) -> None:
+    """Try the model on two samples, so that what does not fit is told in words and before any work."""
+    theta = objective.initial()
+    try:
+        outputs = objective.outputs(theta, data.x[:2])
+    except Exception as error:  # the user's own code may raise anything
+        raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
+    if not torch.is_tensor(outputs):
+        raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
+    if objective.loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
+        raise TDPFedError(
+            f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
+            f"must be (2, classes) with at least the data's {data.classes} classes"
+        )
+    try:
+        torch.func.vmap(objective.value)(theta.expand(2, -1), data.x[:2, None], data.y[:2, None])
+    except Exception as error:  # a draw in forward, or a path that depends on values
+        raise TDPFedError(
+            f"model: cannot be computed for several clients at once ({str(error).splitlines()[0]}); "
+            "its forward must draw nothing at random and branch on no values"
+        ) from error
+
+
+def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm) -> None:
+    """Stop a run that diverges, with the round, a client and the learning rates to lower."""
+    values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
+    bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
+    if bool(bad.any()):
+        rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
+        raise TDPFedError(
+            f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
+            f"the run diverges; lower the learning rates ({rates})"
+        )
+
+
+def below_quorum(
+    number: int, attempts: int, accepted: int, asked: Participation, rule: Rule, refused: list[Rejected]
+) -> QuorumError:
+    """Return the error of a round that had too few uploads."""
+    wanted = f"participation.quorum asks for {asked.quorum}"
+    if accepted >= asked.quorum:
+        wanted = f"robust.name {rule.name!r} cannot work with so few"
+    tries = "" if attempts == 1 else f" in the last of {attempts} attempts"
+    reasons = f"; the last refusal: {refused[-1]}" if refused else ""
+    return QuorumError(f"round {number}: {accepted} uploads accepted{tries}, {wanted}{reasons}")
