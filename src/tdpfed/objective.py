@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tdpfed.convolution import as_products
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout, refuse_running_statistics
 
@@ -145,7 +146,8 @@ def replayed(function: Gradient) -> Gradient:
         kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
         if kind not in recorded:
             try:
-                recorded[kind] = make_fx(record)(theta, x, y)
+                graph = make_fx(record)(theta, x, y)
+                recorded[kind] = as_products(graph) if theta.is_cuda else graph
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:  # whatever stops recording, calling it shows the real error if there is one

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tdpfed import cp
 from tdpfed.errors import TDPFedError
+from tdpfed.lanes import side_by_side
 from tdpfed.layout import Layout
 
 
@@ -148,12 +149,14 @@ class FactorPlan:
         # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
         slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
         parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
-        for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
-            out = [next(parts) for _ in group]
-            if rank is None:
-                out[0].copy_(group[0] - tensor)
-            else:
-                cp.residual_grad(tensor, group, out)
+        with side_by_side(a.device) as lane:
+            for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
+                out = [next(parts) for _ in group]
+                with lane():
+                    if rank is None:
+                        out[0].copy_(group[0] - tensor)
+                    else:
+                        cp.residual_grad(tensor, group, out)
         return grad
 
     def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:

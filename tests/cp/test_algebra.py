@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tdpfed import cp
 from tdpfed.cp import algebra
+from tdpfed.cp.algebra import residual_grad_in_few_kernels
 from tdpfed.errors import TDPFedError
 
 MODES = "abcde"
@@ -140,6 +141,19 @@ def test_long_and_short_contractions_agree_with_the_twin(sizes: list[int]) -> No
     theta, factors = draw_case(0, [2], sizes, 3)
     for mode in range(len(sizes)):
         assert relative(cp.mttkrp(theta, factors, mode), twin_mttkrp(theta, factors, mode)) < 1e-13
+
+
+@given(cases())
+def test_the_way_in_few_kernels_equals_autograd(case: Case) -> None:
+    """A GPU's way, computed here on the CPU."""
+    theta, factors = case
+    if len(factors) == 1:
+        return
+    flat = [factor.reshape(-1, *factor.shape[-2:]) for factor in factors]
+    out = [torch.empty_like(factor) for factor in flat]
+    residual_grad_in_few_kernels(theta.reshape(len(flat[0]), *(f.shape[-2] for f in flat)), flat, out)
+    for grad, twin in zip(out, twin_grad(theta, factors), strict=True):
+        assert relative(grad.reshape(twin.shape), twin) < 1e-10
 
 
 @given(cases())

@@ -114,7 +114,7 @@ def test_a_rule_with_too_few_uploads_repeats_the_round_and_one_that_never_works_
     for _ in range(5):
         simulation.step()
         assert len(simulation.trained) >= 5
-    with pytest.raises(QuorumError, match="robust.name 'krum' cannot work with so few"):
+    with pytest.raises(QuorumError, match=r"robust\.name 'krum' cannot work with so few"):
         begin(Participation(dropout=0.9, below_quorum="stop"), rule=Rule("krum", byzantine=1)).step()
     with pytest.raises(TDPFedError, match=r"robust\.name: 'krum' given.*cannot work with the 4 clients"):
         begin(Participation(4), rule=Rule("krum", byzantine=1))

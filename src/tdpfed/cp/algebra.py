@@ -79,6 +79,9 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
     theta = theta.reshape(clients, *mode_sizes(factors))
     factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
     rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
+    if theta.is_cuda and len(factors) > 1 and not any(tensor.requires_grad for tensor in (theta, *factors)):
+        residual_grad_in_few_kernels(theta, factors, rows)
+        return grads
     for start in range(0, clients, together):
         # The last group reaches back to full size: groups of one size take the same kernels.
         begin = min(start, clients - together)
@@ -88,6 +91,26 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
         for n, product in sweep(theta[group], some):
             rows[n][group].copy_((some[n] @ hadamard_of_others(grams, n)).sub_(product))
     return grads
+
+
+def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
+
+    Half as much arithmetic again as :func:`residual_grad`'s way on a CPU, in a third of the kernels: a GPU, on which
+    small kernels wait for one another, is faster so.
+    """
+    sizes = mode_sizes(factors)
+    cut = _cut(sizes)
+    left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
+    matrix = theta.reshape(len(theta), math.prod(sizes[:cut]), math.prod(sizes[cut:]))
+    residual = torch.baddbmm(matrix, left, right.mT, beta=-1)
+    sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
+    for side, unfolded, other in sides:
+        if len(side) == 1:
+            torch.bmm(unfolded, other, out=out[side.start])
+            continue
+        for n, product in _walk(unfolded @ other, factors, side):
+            out[n].copy_(product)
 
 
 def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -179,7 +202,9 @@ def _walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[t
 
 
 def _contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Return ``(partial * other).sum(dim)`` with a quarter of the product's memory, over few positions without it."""
+    """Return ``(partial * other).sum(dim)``; on a CPU with a quarter of the product's memory, or without it."""
+    if partial.is_cuda:
+        return (partial * other).sum(dim)
     if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:
         quarters = zip(partial.chunk(4, dim), other.chunk(4, dim), strict=True)
         return reduce(torch.add, ((part * factor).sum(dim) for part, factor in quarters))
