@@ -117,6 +117,15 @@ class Robust(Section):
     attack_strength: float | None = Field(None, gt=0, description="how strong the attack is; its own by default")
 
 
+class Privacy(Section):
+    """Client-level differential privacy; on where clip and noise are given."""
+
+    clip: float | None = Field(None, gt=0, description="longest update of a client, in the Euclidean norm")
+    noise: float | None = Field(None, gt=0, description="noise multiplier: deviation of the sum's noise over the clip")
+    delta: float = Field(1e-5, gt=0, lt=1, description="chance that epsilon does not hold")
+    epsilon: float | None = Field(None, gt=0, description="budget: the run ends before it is exceeded")
+
+
 class Checkpoint(Section):
     """How a run survives being killed."""
 
@@ -134,6 +143,7 @@ class Config(Section):
     participation: Participation = Participation()
     wire: Wire = Wire()
     robust: Robust = Robust()
+    privacy: Privacy = Privacy()
     checkpoint: Checkpoint = Checkpoint()
 
     def make_algorithm(self) -> Algorithm:

@@ -29,7 +29,8 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
             accuracy = records[-1].personalized_accuracy if records else None
             sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
             loss = "-" if current.train_loss is None else f"{current.train_loss:.4f}"
-            state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB"
+            spent = "" if not records or records[-1].epsilon is None else f"  epsilon {records[-1].epsilon:.3f}"
+            state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB{spent}"
             bar.update(task, completed=current.round, state=state)
 
         yield on_round
@@ -70,6 +71,10 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
         "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",
         "run folder": folder,
     }
+    if summary["epsilon"] is not None:
+        rows["privacy"] = f"epsilon {summary['epsilon']:.4g} at delta {summary['delta']:g}, per client"
+    if summary["rejected_uploads"]:
+        rows["refused uploads"] = f"{summary['rejected_uploads']:,} (refusals.jsonl)"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -15,6 +15,7 @@ from tdpfed.engine.simulate import Simulation
 from tdpfed.engine.uplink import Attack
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
+from tdpfed.privacy import Privacy
 
 SMALL = 500_000
 """Parameters of all clients together up to which one thread does."""
@@ -42,7 +43,20 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         codec=config.wire.codec,
         rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
         attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
+        privacy=_privacy(config),
     )
+
+
+def _privacy(config: Config) -> Privacy | None:
+    given = config.privacy
+    if given.clip is None and given.noise is None:
+        if given.epsilon is not None:
+            raise TDPFedError(f"privacy.epsilon: {given.epsilon} given, but no clip and no noise; give both")
+        return None
+    for field, value in (("clip", given.clip), ("noise", given.noise)):
+        if value is None:
+            raise TDPFedError(f"privacy.{field}: none given, clip and noise belong together")
+    return Privacy(**given.model_dump())
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Session:
                 for record in self._rounds(show):
                     self.folder.append(record)
                     self.records.append(record)
-            status = "finished"
+            status = "finished" if self.simulation.round == self.config.run.rounds else "privacy budget spent"
         except KeyboardInterrupt:
             status = "interrupted"
         except QuorumError:
@@ -93,7 +93,7 @@ class Session:
             yield from self.simulation.run(left, self.config.run.evaluate_every, on_round, spent)
 
     def _save(self, simulation: Simulation) -> None:
-        every, last = self.config.checkpoint.every, simulation.round == self.config.run.rounds
+        every, last = self.config.checkpoint.every, simulation.round == simulation.affordable(self.config.run.rounds)
         if self._changed is not None:
             self._changed[simulation.trained.cpu()] = True
         if every and (simulation.round % every == 0 or last):

@@ -8,6 +8,7 @@ from tdpfed.algorithms.base import Algorithm, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.runners import Outcome
+from tdpfed.engine.uplink import Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
 from tdpfed.objective import Objective
 from tdpfed.wire import Rejected
@@ -35,6 +36,39 @@ def check_settings(
             f"robust.name: {rule.name!r} given, which with fraction {rule.fraction:g}, byzantine {rule.byzantine} and "
             f"keep {rule.keep} cannot work with the {most} clients of a round"
         )
+
+
+def check_privacy(algorithm: Algorithm, participation: Participation, uplink: Uplink, clients: int) -> None:
+    """Refuse what the accounting of differential privacy does not cover, with the reason."""
+    few = participation.clients is not None and participation.clients < clients
+    rule, attack = uplink.rule, uplink.attack
+    for field, value, bad, allowed, why in (
+        ("algorithm.name", algorithm.name, not algorithm.communicates, "one that sends", "nothing is released"),
+        (
+            "algorithm.name", algorithm.name, algorithm.name == "fedavg_sar", "another",
+            "its clients hold the seed of the draws, and so of the noise",
+        ),
+        (
+            "algorithm.weights", algorithm.weights, algorithm.weights != "uniform", "'uniform'",
+            "no client may move the average farther than another",
+        ),
+        (
+            "participation.sampling", participation.sampling, few and participation.sampling != "poisson", "'poisson'",
+            "a fixed number of clients ties one client's part to the others'",
+        ),
+        (
+            "participation.quorum", participation.quorum, participation.quorum > 0, "0",
+            "how many clients came is a secret, and the noise is the same for any number",
+        ),
+        ("robust.name", rule.name, rule.name != "mean", "'mean'", "others have no bound on one client's effect"),
+        ("robust.clip", rule.clip, rule.clip is not None, "unset", "privacy.clip does it"),
+        (
+            "robust.attack", attack and attack.kind, attack is not None and attack.kind == "alie", "another",
+            "its uploads depend on those of the honest",
+        ),
+    ):  # fmt: skip
+        if bad:
+            raise TDPFedError(f"{field}: {value!r} given, must be {allowed} with privacy: {why}")
 
 
 def check_model(objective: Objective, data: Federation) -> None:

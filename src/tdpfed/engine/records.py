@@ -23,6 +23,7 @@ class Record:
     seconds: float
     diagnostics: dict[str, float] | None = None
     rejected: int = 0  # uploads refused so far
+    epsilon: float | None = None  # spent so far; None without differential privacy
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON, which has no word for what is not finite: None."""

@@ -14,7 +14,7 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.attacks import attackers, flip_labels
-from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_settings
+from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.records import Ledger, Record
@@ -23,6 +23,7 @@ from tdpfed.engine.sampling import Stream, key
 from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Loss, Objective
+from tdpfed.privacy import Accountant, Privacy, private_average
 from tdpfed.wire import Codec, Kind, Rejected, encoded_size
 
 EVERYBODY = Participation()
@@ -47,6 +48,7 @@ class Simulation:
         codec: Codec = "float32",
         rule: Rule = MEAN,
         attack: Attack | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
             if not isinstance(given, kind):
@@ -65,6 +67,12 @@ class Simulation:
         if diagnostics is not None:
             defined_for(self.algorithm)
         check_model(self.objective, federation)
+        self.accountant: Accountant | None = None
+        self._within_budget = 0  # rounds that are known to be
+        if privacy is not None:
+            check_privacy(self.algorithm, participation, self.uplink, federation.clients)
+            self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
+            self.accountant.check_affordable(1)
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
@@ -89,13 +97,14 @@ class Simulation:
     ) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
+        A privacy budget may end it sooner (:meth:`affordable`).
         Rounds whose diagnostics were asked for have a record too. ``on_round`` is called after every round, when its
         record, if it has one, is with the caller. ``seconds`` is what went before.
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
                 raise TDPFedError(f"{name}: {value!r} given, must be a whole number of at least 1")
-        began, last = time.perf_counter() - seconds, self.round + rounds
+        began, last = time.perf_counter() - seconds, self.affordable(self.round + rounds)
         while self.round < last:
             self.step()
             if self.round % evaluate_every == 0 or self.round == last or self._diagnosed:
@@ -109,6 +118,8 @@ class Simulation:
         With too few uploads nothing changes but the ledger: the round is repeated with other draws, or the run stops.
         A round in which nobody is left and no quorum is asked for changes nothing either, and counts.
         """
+        if self.accountant is not None and self.round >= self._within_budget:
+            self.accountant.check_affordable(self.round + 1)
         self.refused = []
         for attempt in range(self.participation.attempts):
             done, uploads = self._attempt(self.round + 1, attempt)
@@ -132,7 +143,7 @@ class Simulation:
             count = 0 if arrived is None else len(arrived[1].clients)
             if count < self.participation.quorum or not self.uplink.rule.enough(count):
                 return False, count
-            server = self._aggregated(arrived)
+            server = self._aggregated(arrived, turn)
         if outcome is not None:
             for name, rows in outcome.private.items():
                 self.private[name][turn.clients] = rows
@@ -174,7 +185,21 @@ class Simulation:
             seconds=seconds,
             diagnostics=extra,
             rejected=self.ledger.rejected,
+            epsilon=self.epsilon,
         )
+
+    def affordable(self, rounds: int) -> int:
+        """Return how many rounds, of ``rounds`` from the start, the privacy budget allows."""
+        budget = None if self.accountant is None else self.accountant.privacy.epsilon
+        if self.accountant is None or budget is None:
+            return rounds
+        self._within_budget = self.accountant.rounds_within(budget, rounds)
+        return self._within_budget
+
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy spent so far: every round released a global model, also one in which nobody took part."""
+        return None if self.accountant is None else self.accountant.epsilon(self.round)
 
     def personalized(self) -> Tensor:
         """Return every client's personalised parameters, ``(K, P)``."""
@@ -228,11 +253,17 @@ class Simulation:
         self.ledger.rejected += len(refused)
         return self._only(uploads, senders, accepted(senders, refused)) if refused else (uploads, senders)
 
-    def _aggregated(self, arrived: tuple[State, Turn] | None) -> State:
-        if arrived is None or not len(arrived[1].clients):
+    def _aggregated(self, arrived: tuple[State, Turn] | None, turn: Turn) -> State:
+        center = self.algorithm.center(self.server)
+        if self.accountant is not None:  # also where nobody came, which is nobody's business
+            cohort = self.accountant.rate * self.federation.clients
+            average = private_average(self.accountant.privacy, center, cohort, self.seed, int(turn.round))
+            nobody = replace(turn, clients=turn.clients[:0])
+            uploads, senders = arrived or (self.algorithm.broadcast(self.server, nobody), nobody)
+        elif arrived is None or not len(arrived[1].clients):
             return self.server
-        uploads, senders = arrived
-        average = average_for(self.uplink.rule, self.algorithm.center(self.server))
+        else:
+            average, (uploads, senders) = average_for(self.uplink.rule, center), arrived
         return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, average)
 
     def _only(self, uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
@@ -302,6 +333,7 @@ def simulate(
     codec: Codec = "float32",
     rule: Rule = MEAN,
     attack: Attack | None = None,
+    privacy: Privacy | None = None,
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
@@ -309,6 +341,6 @@ def simulate(
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack,
+        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)
