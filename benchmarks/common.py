@@ -28,8 +28,9 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()},
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT"),  # a copy without its history is told
-        "dirty": _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
+        # A copy of a commit without its history is told which it is.
+        "commit": os.environ.get("COMMIT") or _git("rev-parse", "HEAD"),
+        "dirty": "COMMIT" not in os.environ and _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
         "seed": seed,
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
