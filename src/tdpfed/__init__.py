@@ -9,7 +9,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation, make_federation
 from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Result, simulate
+from tdpfed.engine.result import Result, simulate
 from tdpfed.errors import TDPFedError
 from tdpfed.nn import densify, tensorize
 from tdpfed.plan import FactorPlan

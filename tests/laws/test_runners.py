@@ -8,8 +8,9 @@ import torch
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.result import simulate
 from tdpfed.engine.runners import Runner
-from tdpfed.engine.simulate import Simulation, simulate
+from tdpfed.engine.simulate import Simulation
 
 CLIENTS = 11
 CHUNKED = {

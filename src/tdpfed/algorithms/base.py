@@ -35,7 +35,7 @@ def hyper(
 class Turn:
     """Which round it is and which clients are computed: together with the seed the place of every random draw."""
 
-    seed: int
+    seed: int | Tensor  # (K,) where clients of several runs are computed together
     round: int | Tensor  # a scalar tensor where the computation is recorded for any round
     clients: Tensor  # (K,) ids, or () for one client
 

@@ -6,7 +6,7 @@ takes clients in chunks; a client's bits do not depend on its company, so any ch
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -54,7 +54,7 @@ class Runner:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
         if self.kind == "loop":
             return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-        size = self.chunk or self._fitting
+        size = self.chunk or self.fitting
         return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
 
     def batches(self, turn: Turn) -> Batches:
@@ -83,24 +83,19 @@ class Runner:
 
     def _update(self, server: State, private: State, turn: Turn) -> tuple[State, ...]:
         if turn.clients.device.type == "cuda" and self.graphs:
-            graphed = self._graphs.setdefault(turn.seed, Graphed(partial(self._recorded, turn.seed)))
-            round_ = torch.full((), int(turn.round), device=turn.clients.device)
-            return graphed(server, private, {"round": round_, "clients": turn.clients})
+            return self._graphed(server, private, as_state(turn))
         return self._computed(server, private, turn)
 
     def _computed(self, server: State, private: State, turn: Turn) -> tuple[State, State, State]:
         message = self.algorithm.broadcast(server, turn)
         return self.algorithm.update(message, private, self.batches(turn), self.objective.gradient, turn)
 
-    def _recorded(self, seed: int, server: State, private: State, place: State) -> tuple[State, ...]:
-        return self._computed(server, private, Turn(seed, place["round"], place["clients"]))
+    @cached_property
+    def _graphed(self) -> Graphed:
+        return Graphed(lambda server, private, place: self._computed(server, private, Turn(**place)))
 
     @cached_property
-    def _graphs(self) -> dict[int, Graphed]:
-        return {}
-
-    @cached_property
-    def _fitting(self) -> int:
+    def fitting(self) -> int:
         """Return how many clients fit into the memory of a chunk."""
         data = self.federation
         # Forward and backward keep about two values per activation; grouped convolutions copy them once more.
@@ -126,6 +121,14 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
         join([outcome.upload for outcome in outcomes]),
         join([outcome.metrics for outcome in outcomes]),
     )
+
+
+def as_state(turn: Turn) -> State:
+    """Return a turn as tensors on its clients' device."""
+    scalars = {"seed": turn.seed, "round": turn.round}
+    device = turn.clients.device
+    numbers = {name: v if isinstance(v, Tensor) else torch.full((), v, device=device) for name, v in scalars.items()}
+    return {**numbers, "clients": turn.clients}
 
 
 def rows_of(state: State, clients: Tensor) -> State:

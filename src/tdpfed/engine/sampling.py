@@ -40,9 +40,10 @@ def mix(x: Bits) -> Bits:
     return x ^ (x >> 16)
 
 
-def key(seed: int, stream: Stream, *counters: Tensor | int) -> Tensor:
-    """Return the 32-bit key of a draw; tensor counters broadcast against each other."""
-    state: Any = mix((seed & MASK) ^ mix(((seed >> 32) & MASK) + 0x9E3779B9))
+def key(seed: int | Tensor, stream: Stream, *counters: Tensor | int) -> Tensor:
+    """Return the 32-bit key of a draw; tensors broadcast against each other."""
+    any_: Any = seed
+    state: Any = mix((any_ & MASK) ^ mix(((any_ >> 32) & MASK) + 0x9E3779B9))
     for counter in (int(stream), *counters):  # Python's integers up to the first tensor, whose device the key is on
         state = mix(((state * 0x9E3779B1 & MASK) + counter + 0x7F4A7C15) & MASK)
     return torch.as_tensor(state)
@@ -77,7 +78,7 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
 
 
 def batch_indices(
-    seed: int, round_: int | Tensor, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
+    seed: int | Tensor, round_: int | Tensor, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
 ) -> Tensor:
     """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
 
@@ -86,6 +87,7 @@ def batch_indices(
     """
     position = torch.arange(draws * batch_size, device=start.device)
     position, start, size = position[None, :], start[:, None], size[:, None]
+    seed = seed.unsqueeze(-1) if isinstance(seed, Tensor) else seed
     bits = key(seed, Stream.BATCH, round_, clients[:, None], position // size)
     return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
 

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -112,17 +112,18 @@ class Simulation:
             if on_round is not None:
                 on_round(self)
 
-    def step(self) -> None:
+    def step(self, outcome: Outcome | None = None) -> None:
         """Run one communication round; it counts when it is done.
 
-        With too few uploads nothing changes but the ledger: the round is repeated with other draws, or the run stops.
-        A round in which nobody is left and no quorum is asked for changes nothing either, and counts.
+        ``outcome`` is what the clients of :meth:`next_turn` came to, if that is known already. With too few uploads
+        nothing changes but the ledger: the round is repeated with other draws, or the run stops. A round in which
+        nobody is left and no quorum is asked for changes nothing either, and counts.
         """
         if self.accountant is not None and self.round >= self._within_budget:
             self.accountant.check_affordable(self.round + 1)
         self.refused = []
         for attempt in range(self.participation.attempts):
-            done, uploads = self._attempt(self.round + 1, attempt)
+            done, uploads = self._attempt(attempt, None if attempt else outcome)
             if done:
                 self.round += 1
                 return
@@ -130,16 +131,20 @@ class Simulation:
                 break
         raise below_quorum(self.round + 1, attempt + 1, uploads, self.participation, self.uplink.rule, self.refused)
 
-    def _attempt(self, number: int, attempt: int) -> tuple[bool, int]:
+    def next_turn(self, attempt: int = 0) -> tuple[Turn, Tensor]:
+        """Return the clients that train in the next round, and which of them report, a mask."""
+        chosen, trained = self.participation.draw(self.seed, self.round + 1, self.federation.clients, attempt)
+        return self._turn(self.round + 1, trained), torch.isin(trained, chosen)
+
+    def _attempt(self, attempt: int, outcome: Outcome | None) -> tuple[bool, int]:
         """Try a round; return whether it is done, and how many uploads were accepted."""
-        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients, attempt)
-        turn, outcome = self._turn(number, trained), None
-        if len(trained):
-            outcome = self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
+        turn, reported = self.next_turn(attempt)
+        if len(turn.clients):
+            outcome = outcome or self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
             check_finite(outcome, turn, self.algorithm)
         server, count = self.server, 0
         if self.algorithm.communicates:
-            arrived = self._arrived(outcome, turn, torch.isin(trained, chosen))
+            arrived = self._arrived(outcome, turn, reported)
             count = 0 if arrived is None else len(arrived[1].clients)
             if count < self.participation.quorum or not self.uplink.rule.enough(count):
                 return False, count
@@ -293,54 +298,3 @@ class Simulation:
             )
             for k in clients
         )
-
-
-@dataclass(frozen=True)
-class Result:
-    """What :func:`simulate` returns: the records, and the final state of server and clients."""
-
-    records: list[Record]
-    simulation: Simulation
-
-    @property
-    def final(self) -> Record:
-        """The record after the last round."""
-        return self.records[-1]
-
-    def personalized(self) -> list[dict[str, Tensor]]:
-        """Each client's personalised model as a ``state_dict`` of the model."""
-        return [self.simulation.objective.state_dict(theta) for theta in self.simulation.personalized()]
-
-    def global_model(self) -> dict[str, Tensor] | None:
-        """The server's model as a ``state_dict``; None if the method has none."""
-        theta = self.simulation.global_model()
-        return None if theta is None else self.simulation.objective.state_dict(theta)
-
-
-def simulate(
-    model: nn.Module,
-    federation: Federation,
-    algorithm: Algorithm,
-    rounds: int,
-    *,
-    seed: int = 0,
-    evaluate_every: int = 1,
-    participation: Participation = EVERYBODY,
-    runner: RunnerName = "batched",
-    chunk: int | None = None,
-    loss: Loss = nn.functional.cross_entropy,
-    diagnostics: Diagnostics | None = None,
-    codec: Codec = "float32",
-    rule: Rule = MEAN,
-    attack: Attack | None = None,
-    privacy: Privacy | None = None,
-) -> Result:
-    """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
-
-    The model's own parameters are the common start. All draws follow from ``seed``.
-    """
-    simulation = Simulation(
-        model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
-    )  # fmt: skip
-    return Result(list(simulation.run(rounds, evaluate_every)), simulation)

@@ -1,0 +1,78 @@
+"""Runs of one experiment with different seeds, computed together: seeds are a further batch axis.
+
+Each run stays a simulation of its own, with its own data, server and draws. Only the work of the clients is merged: on
+a GPU, which one small run does not fill, several cost little more than one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import State, Turn
+from tdpfed.engine.graphs import Graphed
+from tdpfed.engine.runners import Outcome, as_state, rows_of
+from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
+from tdpfed.objective import Batch
+
+
+class Ensemble:
+    """Simulations that advance together; they may differ in seed, data and start, but in nothing else."""
+
+    def __init__(self, simulations: Sequence[Simulation]) -> None:
+        if not simulations:
+            raise TDPFedError("simulations: none given, at least one is needed")
+        first = simulations[0]
+        for other in simulations:
+            same = (other.algorithm == first.algorithm, other.federation.device == first.federation.device)
+            if not all(same):
+                raise TDPFedError("simulations: computed together must be runs of one algorithm on one device")
+        self.simulations = list(simulations)
+
+    def step(self) -> None:
+        """Advance every simulation by a round."""
+        turns = [simulation.next_turn()[0] for simulation in self.simulations]
+        runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
+        if runner.kind != "batched" or not 0 < clients <= (runner.chunk or runner.fitting):
+            for simulation in self.simulations:
+                simulation.step()
+            return
+        states: list[State] = []
+        for simulation, turn in zip(self.simulations, turns, strict=True):
+            states += [simulation.server, rows_of(simulation.private, turn.clients), as_state(turn)]
+        graphs = runner.graphs and turns[0].clients.is_cuda
+        together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
+        begin = 0
+        for simulation, turn in zip(self.simulations, turns, strict=True):
+            rows = slice(begin, begin + len(turn.clients))
+            parts = (together.private, together.upload, together.metrics)
+            simulation.step(Outcome(*({name: value[rows] for name, value in part.items()} for part in parts)))
+            begin = rows.stop
+
+    def _computed(self, *states: State) -> tuple[State, ...]:
+        algorithm, objective = self.simulations[0].algorithm, self.simulations[0].objective
+        servers, private, places = states[0::3], states[1::3], states[2::3]
+        turns = [Turn(**place) for place in places]
+        messages = [algorithm.broadcast(server, turn) for server, turn in zip(servers, turns, strict=True)]
+        draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
+        seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
+        turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
+        return algorithm.update(_joined(messages), _joined(private), _all(draws), objective.gradient, turn)
+
+    @cached_property
+    def _graphed(self) -> Graphed:
+        return Graphed(self._computed)
+
+
+def _joined(states: Sequence[State]) -> State:
+    return {name: torch.cat([state[name] for state in states]) for name in states[0]}
+
+
+def _all(draws: Sequence[Callable[[int], Batch]]) -> Callable[[int], Batch]:
+    def batches(step: int) -> Batch:
+        parts: list[tuple[Tensor, Tensor]] = [draw(step) for draw in draws]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+    return batches

@@ -1,0 +1,69 @@
+"""A whole run in one call: a model, a federation, an algorithm and a number of rounds."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from tdpfed.aggregate import Rule
+from tdpfed.algorithms.base import Algorithm
+from tdpfed.data.federation import Federation
+from tdpfed.engine.diagnostics import Diagnostics
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.records import Record
+from tdpfed.engine.runners import RunnerName
+from tdpfed.engine.simulate import EVERYBODY, MEAN, Simulation
+from tdpfed.engine.uplink import Attack
+from tdpfed.objective import Loss
+from tdpfed.privacy import Privacy
+from tdpfed.wire import Codec
+
+
+@dataclass(frozen=True)
+class Result:
+    """What :func:`simulate` returns: the records, and the final state of server and clients."""
+
+    records: list[Record]
+    simulation: Simulation
+
+    @property
+    def final(self) -> Record:
+        """The record after the last round."""
+        return self.records[-1]
+
+    def personalized(self) -> list[dict[str, Tensor]]:
+        """Each client's personalised model as a ``state_dict`` of the model."""
+        return [self.simulation.objective.state_dict(theta) for theta in self.simulation.personalized()]
+
+    def global_model(self) -> dict[str, Tensor] | None:
+        """The server's model as a ``state_dict``; None if the method has none."""
+        theta = self.simulation.global_model()
+        return None if theta is None else self.simulation.objective.state_dict(theta)
+
+
+def simulate(
+    model: nn.Module,
+    federation: Federation,
+    algorithm: Algorithm,
+    rounds: int,
+    *,
+    seed: int = 0,
+    evaluate_every: int = 1,
+    participation: Participation = EVERYBODY,
+    runner: RunnerName = "batched",
+    chunk: int | None = None,
+    loss: Loss = nn.functional.cross_entropy,
+    diagnostics: Diagnostics | None = None,
+    codec: Codec = "float32",
+    rule: Rule = MEAN,
+    attack: Attack | None = None,
+    privacy: Privacy | None = None,
+) -> Result:
+    """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
+
+    The model's own parameters are the common start. All draws follow from ``seed``.
+    """
+    simulation = Simulation(
+        model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
+        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
+    )  # fmt: skip
+    return Result(list(simulation.run(rounds, evaluate_every)), simulation)

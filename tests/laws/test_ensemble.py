@@ -1,0 +1,55 @@
+"""Runs computed together are the runs computed alone, to the bit on a CPU."""
+
+import pytest
+import torch
+
+import small
+from tdpfed.algorithms import FedAvg, PFedMe
+from tdpfed.engine.ensemble import Ensemble
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def begin(name: str, seed: int, model: str, participation: Participation, device: str = "cpu") -> Simulation:
+    data = small.federation(5, seed=seed).to(device)
+    return Simulation(small.MODELS[model](seed), data, small.variants()[name], seed=seed, participation=participation)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("participation", [Participation(), Participation(3, dropout=0.3, quorum=1)])
+@pytest.mark.parametrize("model", small.MODELS)
+@pytest.mark.parametrize("name", small.variants())
+def test_seeds_together_equal_seeds_alone(name: str, model: str, participation: Participation, device: str) -> None:
+    together = Ensemble([begin(name, seed, model, participation, device) for seed in (0, 2**40 + 1, 7)])
+    alone = [begin(name, seed, model, participation, device) for seed in (0, 2**40 + 1, 7)]
+    for _ in range(3):
+        together.step()
+        for simulation in alone:
+            simulation.step()
+    for one, other in zip(together.simulations, alone, strict=True):
+        if device == "cpu":
+            assert small.equal(one, other)
+        else:
+            small.assert_close(one, other, 1e-6)
+        assert (one.ledger, one.round) == (other.ledger, other.round)
+
+
+def test_too_many_for_one_computation_go_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [begin("fedavg", seed, "dense", Participation()) for seed in (0, 1)]
+    for run in runs:
+        object.__setattr__(run.runner, "chunk", 5)
+    together = Ensemble(runs)
+    monkeypatch.setattr(together, "_computed", None)
+    together.step()
+    assert [run.round for run in runs] == [1, 1]
+
+
+def test_what_differs_is_refused() -> None:
+    data = small.federation()
+    with pytest.raises(TDPFedError, match="one algorithm on one device"):
+        Ensemble([Simulation(small.mlp(), data, FedAvg()), Simulation(small.mlp(), data, PFedMe())])
+    with pytest.raises(TDPFedError, match="none given"):
+        Ensemble([])
