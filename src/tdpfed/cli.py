@@ -188,6 +188,44 @@ def plan(
     )
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or in progress.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; RUN/report.html for one run, else report.html.")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX)."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow runs in progress: write the page anew as they go on.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Make one HTML page of runs that works offline: curves, clients, results, plan and configuration."""
+    from tdpfed.report import Report, follow, write_page
+    from tdpfed.report import export as write_exports
+
+    told: set[str] = set()
+
+    def tell(made: Report) -> None:
+        follows = [f"following the run in {made.page}; Ctrl-C ends that"] if watch and made.running else []
+        for note in [note for note in [*made.notes, *follows] if note not in told]:
+            told.add(note)
+            print(f"note: {note}", file=sys.stderr)  # noqa: T201
+
+    made = follow(runs, out, tell) if watch else write_page(runs, out)
+    tell(made)
+    files = [] if export is None else write_exports(made.groups, export)
+    if json_:
+        _print_json({"page": str(made.page), "files": [str(file) for file in files], "notes": list(made.notes)})
+    else:
+        typer.echo(f"{made.page}" + (f", and {len(files)} files in {export}" if files else ""))
+
+
 @data.command("list")
 def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
     """List the data sets: samples, shape, classes, and where they lie."""

@@ -1,0 +1,7 @@
+"""Reports: run folders, finished or in progress, as one HTML page, as figures and as tables."""
+
+from tdpfed.report.group import Group, group_runs
+from tdpfed.report.read import Run, read_run, read_runs
+from tdpfed.report.write import Report, export, follow, write_page
+
+__all__ = ["Group", "Report", "Run", "export", "follow", "group_runs", "read_run", "read_runs", "write_page"]

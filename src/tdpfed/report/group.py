@@ -1,0 +1,177 @@
+"""Runs that belong together: seeds of one configuration, whose curves and figures are a mean and a spread.
+
+The spread is the sample standard deviation over seeds. Groups are ordered by data set, since figures of different data
+sets do not compare.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tdpfed.report.parse import ACCURACIES, FIELDS, LOSSES, Number
+from tdpfed.report.read import DONE, IN_PROGRESS, Run, Series
+
+SEEDS = ("run.seed", "data.seed")
+ASIDE = (
+    *SEEDS, "run.evaluate_every", "run.diagnostics_every", "run.device", "run.runner", "run.threads", "run.chunk",
+    "checkpoint.every", "checkpoint.keep",
+)  # fmt: skip
+"""Settings that do not change what is learned, and so no name."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Mean and spread of a figure; no spread for a single run, no mean where a run lacks the figure."""
+
+    mean: Number
+    spread: Number = None
+
+    @classmethod
+    def of(cls, values: Sequence[Number]) -> "Stat":
+        """Return mean and sample standard deviation."""
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values):
+            return cls(None)
+        mean = sum(known) / len(known)
+        if len(known) == 1:
+            return cls(mean)
+        return cls(mean, math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1)))
+
+    def apart(self, other: "Stat") -> bool:
+        """Whether two means lie farther apart than their spreads reach together; unknown spreads reach nowhere."""
+        if self.mean is None or other.mean is None:
+            return True
+        return abs(self.mean - other.mean) > (self.spread or 0.0) + (other.spread or 0.0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one configuration, and what to call them."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def dataset(self) -> str:
+        """The data set of its runs."""
+        return self.runs[0].dataset
+
+    @property
+    def algorithm(self) -> str:
+        """The method of its runs."""
+        return self.runs[0].algorithm
+
+    @cached_property
+    def counted(self) -> tuple[Run, ...]:
+        """The runs that figures are taken over: the finished ones, or while there are none, all that have records."""
+        finished = tuple(run for run in self.runs if run.status in DONE)
+        return finished or tuple(run for run in self.runs if run.rounds)
+
+    @property
+    def status(self) -> str:
+        """How its runs stand, as ``2 finished, 1 in progress``."""
+        states = [run.status for run in self.runs]
+        kinds = dict.fromkeys(states)
+        return states[0] if len(kinds) == 1 else ", ".join(f"{states.count(kind)} {kind}" for kind in kinds)
+
+    def stat(self, figure: str) -> Stat:
+        """Return a figure of the runs."""
+        return Stat.of([run.figures[figure] for run in self.counted])
+
+    @cached_property
+    def mean(self) -> Series:
+        """The mean of each quantity at the rounds that all runs have evaluated."""
+        return {field: [stat.mean for stat in self._stats[field]] for field in FIELDS}
+
+    @cached_property
+    def spread(self) -> Series:
+        """The spread of accuracies and losses at these rounds."""
+        return {field: [stat.spread for stat in self._stats[field]] for field in (*ACCURACIES, *LOSSES)}
+
+    @cached_property
+    def _stats(self) -> dict[str, list[Stat]]:
+        at = [{round_: i for i, round_ in enumerate(run.series["round"])} for run in self.counted]
+        common = [round_ for round_ in (at[0] if at else ()) if all(round_ in places for places in at)]
+        return {
+            field: [
+                Stat.of([run.series[field][i[round_]] for run, i in zip(self.counted, at, strict=True)])
+                for round_ in common
+            ]
+            for field in FIELDS
+        }
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+    """Put runs together whose configurations differ in seeds only; return them by data set, and what is to be noted."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        key: Any = _frozen(_without_seeds(run.config)) if run.config else run.path
+        groups.setdefault(key, []).append(run)
+    datasets = list(dict.fromkeys(run.dataset for run in runs))
+    found = [Group(members[0].algorithm, tuple(members)) for members in groups.values()]
+    found.sort(key=lambda group: datasets.index(group.dataset))
+    notes = []
+    if len(datasets) > 1:
+        notes.append(f"{len(datasets)} data sets ({', '.join(datasets)}): figures compare within one, not between them")
+    for group in found:
+        seeds = [tuple(run.setting(key) for key in SEEDS) for run in group.runs]
+        if run_twice := [run.name for run, seed in zip(group.runs, seeds, strict=True) if seeds.count(seed) > 1]:
+            notes.append(f"{', '.join(run_twice)}: same configuration and same seed, counted as separate runs")
+    return _labelled(found), notes
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration by full keys, as ``algorithm.compression``."""
+    found: dict[str, Any] = {}
+    for section, table in config.items():
+        found |= {f"{section}.{key}": value for key, value in table.items()} if isinstance(table, Mapping) else {}
+    return found
+
+
+def in_progress(groups: Sequence[Group]) -> list[Run]:
+    """Return the runs that have not ended."""
+    return [run for group in groups for run in group.runs if run.status == IN_PROGRESS]
+
+
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flat(config).items() if key not in SEEDS}
+
+
+def _frozen(value: Any) -> Any:
+    """Return plain values as something that can be a key; 1, 1.0 and True stay apart."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    return type(value).__name__, str(value)
+
+
+def _labelled(groups: Sequence[Group]) -> list[Group]:
+    """Name each group by its method and, among several of one method, by the settings that tell them apart."""
+    labelled: list[Group] = []
+    for group in groups:
+        rivals = [one for one in groups if (one.dataset, one.algorithm) == (group.dataset, group.algorithm)]
+        words = _words(flat(group.runs[0].config), [flat(one.runs[0].config) for one in rivals])
+        label = ", ".join([group.algorithm, *words])
+        labelled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
+    names = [(group.dataset, group.label) for group in labelled]
+    return [
+        replace(group, label=f"{group.label} ({group.runs[0].name})") if names.count(name) > 1 else group
+        for group, name in zip(labelled, names, strict=True)
+    ]
+
+
+def _words(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings in which a configuration is not like most of its rivals, as ``compression 4``."""
+    words = []
+    for key in own:
+        values = [_frozen(rival.get(key)) for rival in rivals]
+        if key not in ASIDE and 2 * values.count(_frozen(own[key])) <= len(values):
+            words.append(f"{key.partition('.')[2]} {_short(own[key])}")
+    return words
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

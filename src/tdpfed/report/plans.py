@@ -1,0 +1,47 @@
+"""The factor plan of a run from its configuration alone: data set and model by name, no data and no code of others."""
+
+import torch
+
+from tdpfed.algorithms import TDPFed
+from tdpfed.config import Config, parse_config
+from tdpfed.data import available
+from tdpfed.errors import TDPFedError
+from tdpfed.models import from_spec
+from tdpfed.plan import FactorPlan
+from tdpfed.report.read import Run
+
+
+def plan_of(run: Run) -> FactorPlan | str | None:
+    """Return the plan, or in words why it cannot be shown; None for a method without factors."""
+    if run.algorithm != TDPFed.name:
+        return None
+    try:
+        config = parse_config(run.config)
+        algorithm = config.make_algorithm()
+        assert isinstance(algorithm, TDPFed)
+        if ":" in config.model.name:
+            return f"{config.model.name} is a model of your own, which a report does not import; see tdpfed plan"
+        shape, classes = _input(config)
+        with torch.device("meta"):
+            model = from_spec(config.model.name, shape, classes)
+        return FactorPlan.of(
+            model,
+            algorithm.compression,
+            ranks=algorithm.ranks or {},
+            include=algorithm.include,
+            exclude=algorithm.exclude,
+        )
+    except TDPFedError as error:
+        return str(error)
+
+
+def _input(config: Config) -> tuple[tuple[int, ...], int]:
+    """Return shape and classes of a data set by name."""
+    name, options = config.data.name, config.data.options
+    if name not in (known := available()):
+        raise TDPFedError(f"the shape of {name!r} is not known without its data; see tdpfed plan --input-shape")
+    shape, classes = known[name].shape, known[name].classes
+    given = options.get("dimension", shape[0]), options.get("classes", classes)
+    if name == "synthetic" and all(type(value) is int for value in given):
+        shape, classes = (given[0],), given[1]
+    return shape, classes

@@ -1,0 +1,203 @@
+"""Run folders as a report reads them: strict about types, lenient about damage, which becomes a note.
+
+A folder is a run if it holds ``config.toml`` and ``metrics.jsonl``. A metrics file is read up to the first line that is
+no record (the writer may be in the middle of it); nothing else of the folder has to be there or whole. Only JSON and
+TOML are parsed, and nothing that a folder names is imported.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tdpfed.engine.folder import METRICS, REFUSALS, worst_decile
+from tdpfed.errors import TDPFedError
+from tdpfed.report import parse
+from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+IN_PROGRESS, FINISHED = "in progress", "finished"
+DONE = (FINISHED, "privacy budget spent")
+"""Ends that a run was meant to come to."""
+
+Series = Mapping[str, list[Number]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its configuration, a column per quantity over the evaluated rounds, and what it came to so far."""
+
+    path: Path
+    config: Mapping[str, Any]
+    toml: str
+    series: Series
+    clients: Sequence[Number]  # accuracy of each client at the last evaluated round
+    diagnostics: Mapping[str, Series]  # by quantity: the rounds it was measured at, and its values
+    refusals: Sequence[Refusal]
+    figures: Mapping[str, Number]
+    texts: Mapping[str, str]
+    versions: Mapping[str, str]
+    notes: Sequence[str]
+    changed: datetime
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    @property
+    def status(self) -> str:
+        """How the run ended, as finished or failed; in progress where no summary speaks of the last round."""
+        return self.texts.get("status", IN_PROGRESS)
+
+    @property
+    def rounds(self) -> int:
+        """The last evaluated round; 0 before there is one."""
+        return int(self.series["round"][-1] or 0) if self.series["round"] else 0
+
+    @property
+    def algorithm(self) -> str:
+        """The method's name."""
+        return str(self.setting("algorithm.name", self.texts.get("algorithm", "unknown method")))
+
+    @property
+    def dataset(self) -> str:
+        """The data set's name, with its options where there are any."""
+        options = self.setting("data.options")
+        given = ", ".join(f"{key}={value}" for key, value in options.items()) if isinstance(options, Mapping) else ""
+        name = self.setting("data.name", self.texts.get("dataset", "unknown data"))
+        return f"{name} ({given})" if given else str(name)
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """Return a value of the configuration by its full key, as ``run.seed``."""
+        section, _, name = key.partition(".")
+        table = self.config.get(section)
+        return table.get(name, default) if isinstance(table, Mapping) else default
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Read run folders, each once, and return them with everything there is to note."""
+    seen: dict[Path, Run] = {}
+    notes = []
+    for path in paths:
+        if path.resolve() in seen:
+            notes.append(f"{path}: given more than once, shown once")
+        else:
+            seen[path.resolve()] = run = read_run(path)
+            notes += run.notes
+    return list(seen.values()), notes
+
+
+def read_run(path: Path) -> Run:
+    """Read one run folder."""
+    if not ((path / CONFIG).is_file() and (path / METRICS).is_file()):
+        raise TDPFedError(f"RUN: {str(path)!r} given, must be a run folder, which holds {CONFIG} and {METRICS}")
+    notes: list[str] = []
+    toml = _text(path / CONFIG)
+    records, cut = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
+    refusals, _ = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
+    summary = _summary(path / SUMMARY, notes)
+    last = records[-1] if records else {}
+    if _is_of_now(summary, last, cut):
+        figures, texts = summary.figures, summary.texts
+        if not cut and last.get("round", 0) < (figures["rounds"] or 0) and texts["status"] == FINISHED:
+            notes.append(f"{METRICS} ends at round {last.get('round', 0)} of {figures['rounds']:g}")
+    else:
+        figures, texts = _so_far(records), {k: v for k, v in summary.texts.items() if k != "status"}
+    return Run(
+        path=path,
+        config=_config(toml, notes),
+        toml=toml,
+        series={field: [record[field] for record in records] for field in FIELDS},
+        clients=last.get("client_accuracy", []),
+        diagnostics=_diagnostics(records),
+        refusals=refusals,
+        figures={key: figures.get(key) for key in FIGURES},
+        texts=texts,
+        versions=summary.versions,
+        notes=[f"{path}: {note}" for note in notes],
+        changed=datetime.fromtimestamp((path / METRICS).stat().st_mtime).astimezone(),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise TDPFedError(f"RUN: cannot read {str(path)!r} ({error.strerror})") from None
+
+
+def _config(toml: str, notes: list[str]) -> dict[str, Any]:
+    try:
+        return tomllib.loads(toml)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        notes.append(f"{CONFIG} is no valid TOML ({error}); its values are left out")
+        return {}
+
+
+def _lines(
+    path: Path, read: Callable[[str], T], round_of: Callable[[T], int], notes: list[str]
+) -> tuple[list[T], bool]:
+    """Return what the lines of a file tell, up to the first that tells nothing, and whether there was one."""
+    found: list[T] = []
+    before = 0
+    if not path.exists():
+        return found, False
+    for number, text in parse.lines(_text(path)):
+        try:
+            one = read(text)
+            # Records go up strictly; refusals share a round.
+            if round_of(one) < before + (path.name == METRICS):
+                raise ValueError(f"round {round_of(one)} after round {before}")
+        except ValueError as error:
+            notes.append(f"{path.name} is cut off or damaged at line {number} ({error}); read up to round {before}")
+            return found, True
+        found.append(one)
+        before = round_of(one)
+    return found, False
+
+
+def _summary(path: Path, notes: list[str]) -> Summary:
+    try:
+        return parse.summary(_text(path)) if path.exists() else Summary({}, {}, {})
+    except ValueError as error:
+        if isinstance(error, TDPFedError):
+            raise
+        notes.append(f"{path.name} is damaged ({error}); left out")
+        return Summary({}, {}, {})
+
+
+def _is_of_now(summary: Summary, last: Mapping[str, Any], cut: bool) -> bool:
+    """Whether the summary speaks of the last record; not so where a run was stopped, and resumed since."""
+    status = summary.texts.get("status")
+    if status is None or status in DONE or cut:
+        return status is not None
+    return summary.figures["seconds"] == last.get("seconds")
+
+
+def _so_far(records: Sequence[Mapping[str, Any]]) -> dict[str, Number]:
+    """Return the figures of a summary as far as the records give them."""
+    if not records:
+        return {}
+    last = records[-1]
+    personal = [record["personalized_accuracy"] for record in records if record["personalized_accuracy"] is not None]
+    return {
+        **{key: last[key] for key in FIGURES if key in last},
+        "best_personalized_accuracy": max(personal, default=None),
+        "worst_decile_accuracy": worst_decile(last["client_accuracy"]),
+        "train_loss": last["loss"],
+        "rounds": last["round"],
+        "rejected_uploads": last["rejected"],
+    }
+
+
+def _diagnostics(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    names = {name: None for record in records for name in record["diagnostics"]}
+    measured = {name: [record for record in records if name in record["diagnostics"]] for name in names}
+    return {
+        name: {"round": [record["round"] for record in at], "value": [record["diagnostics"][name] for record in at]}
+        for name, at in measured.items()
+    }

@@ -1,0 +1,208 @@
+"""The results as a table, one row per group with mean and spread over its seeds; as CSV, Markdown or LaTeX.
+
+``rounds to`` and ``MB to target`` count what a run needed until its personalised accuracy first reached the target;
+they are empty where a run never did. Of each accuracy the best is marked, and what the spreads leave close to it.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tdpfed.plan import FactorPlan
+from tdpfed.report.group import Group, Stat
+from tdpfed.report.parse import ACCURACIES, Number
+from tdpfed.report.read import Run
+
+BEST, CLOSE = "best", "close"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its key, its heading with the unit, what to multiply by, and how many decimals to show."""
+
+    key: str
+    title: str
+    scale: float = 1.0
+    decimals: int = 0
+
+
+COLUMNS = (
+    Column("personalized_accuracy", "personalised %", 100, 2),
+    Column("local_accuracy", "local %", 100, 2),
+    Column("global_accuracy", "global %", 100, 2),
+    Column("worst_decile_accuracy", "worst decile %", 100, 2),
+    Column("uplink_bytes", "up MB", 1e-6, 2),
+    Column("downlink_bytes", "down MB", 1e-6, 2),
+    Column("seconds", "seconds", 1, 1),
+    Column("best_personalized_accuracy", "best personalised %", 100, 2),
+    Column("compression_rate", "upload rate", 1, 2),
+    Column("rounds", "rounds"),
+)
+REACH_AT = 6
+"""Where the cost of reaching a target stands among them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value in the column's unit, its spread, and whether it is the best of its data set or not apart from it."""
+
+    value: Number
+    spread: Number = None
+    decimals: int = 0
+    mark: str = ""
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "-"
+        text = f"{self.value:,.{self.decimals}f}"
+        return text if self.spread is None else f"{text} ± {self.spread:,.{max(1, self.decimals)}f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headings, and rows of words and cells."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+
+
+def cells(group: Group, rivals: Sequence[Group]) -> list[Cell]:
+    """Return the figures of a group, marked among those of its data set."""
+    found = []
+    for column in COLUMNS:
+        stat = group.stat(column.key)
+        known = [other.stat(column.key) for other in rivals]
+        best = max((one for one in known if one.mean is not None), key=lambda one: one.mean or 0.0, default=None)
+        mark = ""
+        if column.key in ACCURACIES and best is not None and stat.mean is not None and len(rivals) > 1:
+            mark = BEST if stat.mean == best.mean else "" if stat.apart(best) else CLOSE
+        found.append(_cell(column, stat, mark))
+    return found
+
+
+def run_cells(run: Run) -> list[Cell]:
+    """Return the figures of a single run."""
+    return [_cell(column, Stat(run.figures[column.key])) for column in COLUMNS]
+
+
+def _cell(column: Column, stat: Stat, mark: str = "") -> Cell:
+    value, spread = (None if number is None else number * column.scale for number in (stat.mean, stat.spread))
+    if not column.key.endswith("accuracy") and spread is not None and spread < 0.5 * 10**-column.decimals:
+        spread = None  # bytes and rounds: as good as the same with every seed
+    return Cell(value, spread, column.decimals, mark)
+
+
+def target_of(groups: Sequence[Group], accuracy: str = ACCURACIES[0]) -> Number:
+    """Return the highest whole per cent that every run which has this accuracy reached, as a fraction."""
+    curves = [run.series[accuracy] for group in groups for run in group.counted]
+    known = [max(values) for curve in curves if (values := [value for value in curve if value is not None])]
+    return math.floor(100 * min(known)) / 100 if known and min(known) >= 0.01 else None
+
+
+def cost_to(run: Run, target: float) -> tuple[Number, Number]:
+    """Return rounds and uploaded bytes until personalised accuracy first reached ``target``; None, None if never."""
+    for accuracy, round_, sent in zip(
+        run.series["personalized_accuracy"], run.series["round"], run.series["uplink_bytes"], strict=True
+    ):
+        if accuracy is not None and accuracy >= target:
+            return round_, sent
+    return None, None
+
+
+def results(groups: Sequence[Group]) -> Table:
+    """Return the groups' figures, those of one data set together, with the cost of reaching a common accuracy."""
+    rows: list[list[str | Cell]] = []
+    for group in groups:
+        rivals = [other for other in groups if other.dataset == group.dataset]
+        target = target_of(rivals)
+        costs = [cost_to(run, target) if target is not None else (None, None) for run in group.counted]
+        rounds, sent = (Stat.of([cost[i] for cost in costs]) for i in (0, 1))
+        rows.append(
+            [
+                group.dataset,
+                group.label,
+                f"{len(group.counted)}",
+                *(figures := cells(group, rivals))[:REACH_AT],
+                Cell(None if target is None else 100 * target),
+                _cell(Column("", "", 1, 1), rounds),
+                _cell(Column("", "", 1e-6, 2), sent),
+                *figures[REACH_AT:],
+                group.status,
+            ]
+        )
+    titles, reach = [column.title for column in COLUMNS], ["target %", "rounds to target", "MB to target"]
+    titles = [*titles[:REACH_AT], *reach, *titles[REACH_AT:]]
+    return Table(["data set", "method", "runs", *titles, "status"], rows)
+
+
+def single_runs(groups: Sequence[Group]) -> Table:
+    """Return every run's own figures."""
+    rows: list[list[str | Cell]] = [
+        [group.dataset, group.label, run.name, str(run.setting("run.seed", "-")), *run_cells(run), run.status]
+        for group in groups
+        for run in group.runs
+    ]
+    return Table(["data set", "method", "run", "seed", *(column.title for column in COLUMNS), "status"], rows)
+
+
+def plan_rows(plans: Sequence[tuple[Group, FactorPlan]]) -> Table:
+    """Return what each plan does to each parameter, and in all."""
+    rows: list[list[str | Cell]] = []
+    for group, plan in plans:
+        lines = [(row.name, "x".join(map(str, row.shape)), row.rank, row.dense, row.factored) for row in plan.rows()]
+        for name, shape, rank, dense, factored in [*lines, ("total", "", None, plan.dense.size, plan.factors.size)]:
+            rate = Cell(dense / factored, decimals=2)
+            rows.append([group.label, name, shape, str(rank or "-"), Cell(dense), Cell(factored), rate])
+    return Table(["method", "parameter", "shape", "rank", "dense", "factored", "rate"], rows)
+
+
+def to_csv(table: Table) -> str:
+    """Return plain numbers in full, a column of its own for each spread that there is."""
+    spread = [
+        any(isinstance(row[i], Cell) and row[i].spread is not None for row in table.rows)  # type: ignore[union-attr]
+        for i in range(len(table.titles))
+    ]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([one for i, name in enumerate(table.titles) for one in [name, f"{name} sd"][: 1 + spread[i]]])
+    for row in table.rows:
+        line: list[str | Number] = []
+        for i, cell in enumerate(row):
+            line += ([cell.value, cell.spread] if isinstance(cell, Cell) else [cell, None])[: 1 + spread[i]]
+        writer.writerow(line)
+    return text.getvalue()
+
+
+def to_markdown(table: Table) -> str:
+    """Return a Markdown table; the best is bold, ≈ marks what the spread does not separate from it."""
+    escape = _escaper({"\\": "\\\\", "|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "\\`", "\n": " "})
+    rows = [[_text(cell, escape, "**{}**", "≈ {}") for cell in row] for row in table.rows]
+    kinds = table.rows[0] if table.rows else table.titles
+    rule = ["---:" if isinstance(cell, Cell) else "---" for cell in kinds]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [[escape(title) for title in table.titles], rule, *rows])
+
+
+def to_latex(table: Table) -> str:
+    """Return a ``tabular`` with booktabs' rules."""
+    words = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum"}
+    special = {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"\\{word}{{}}" for char, word in words.items()}
+    escape = _escaper({**special, "\n": " "})
+    rows = [[_text(cell, escape, "\\textbf{{{}}}", "$\\approx$ {}") for cell in row] for row in table.rows]
+    kinds = table.rows[0] if table.rows else table.titles
+    columns = "".join("r" if isinstance(cell, Cell) else "l" for cell in kinds)
+    lines = [" & ".join(row) + " \\\\" for row in [[escape(title) for title in table.titles], *rows]]
+    body = [f"\\begin{{tabular}}{{{columns}}}", "\\toprule", lines[0], "\\midrule", *lines[1:], "\\bottomrule"]
+    return "\n".join([*body, "\\end{tabular}", ""]).replace("±", "$\\pm$")
+
+
+def _text(cell: str | Cell, escape: Callable[[str], str], best: str, close: str) -> str:
+    if isinstance(cell, str):
+        return escape(cell)
+    return {BEST: best, CLOSE: close}.get(cell.mark, "{}").format(cell)
+
+
+def _escaper(table: dict[str, str]) -> Callable[[str], str]:
+    codes: dict[int, str] = {ord(char): text for char, text in table.items()}
+    return lambda text: text.translate(codes)

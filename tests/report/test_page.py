@@ -1,0 +1,360 @@
+"""The page in a real browser: drawn, switched, sorted, followed, at any width and in the dark, silent and offline."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import folders
+import pytest
+from browser import Browser, browser, chromium
+
+from tdpfed.engine.folder import RunFolder
+from tdpfed.report import Report, write_page
+from tdpfed.report.table import cost_to, results
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium")
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script><b>\"&'"
+LINES = "#curves .chart:nth-of-type(1) .scatterlayer path.js-line"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("page")
+
+
+@pytest.fixture(scope="module")
+def chrome(root: Path) -> Iterator[Browser]:
+    (root / "profile").mkdir()
+    with browser(root / "profile") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def report(root: Path) -> Report:
+    """Three methods of two seeds, one of which uploads nothing."""
+    paths = [folders.make(root / f"tdpfed-{s}", seed=s, level=0.9 + 0.04 * s, rounds=40) for s in (0, 1)]
+    for name, level, up in (("fedavg", 0.8, 600_000), ("local", 0.85, 0)):
+        where = [root / f"{name}-{s}" for s in (0, 1)]
+        paths += [
+            folders.make(path, f"algorithm.name={name}", seed=s, level=level, up=up, rounds=40)
+            for s, path in enumerate(where)
+        ]
+    return write_page(paths, root / "page.html")
+
+
+@pytest.fixture
+def page(chrome: Browser, report: Report) -> Iterator[Browser]:
+    """The page, opened on a desk in daylight; whatever a test does to it, it stays silent and offline."""
+    chrome.size(1280, 900)
+    chrome.prefer("light")
+    chrome.open(report.page)
+    yield chrome
+    quiet(chrome)
+
+
+def quiet(page: Browser) -> None:
+    assert page.complaints == []
+    assert [url for url in page.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def click(page: Browser, selector: str) -> None:
+    page.do(f"document.querySelector({json.dumps(selector)}).click()")
+
+
+def texts(page: Browser, selector: str) -> list[str]:
+    found: list[str] = page.do(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)")
+    return found
+
+
+def lines(page: Browser, chart: int = 0) -> list[str]:
+    """The outlines of the curves of a chart, as SVG path data; bands have no stroke and are not among them."""
+    script = f"""[...document.querySelectorAll('#curves .chart')[{chart}].querySelectorAll('path.js-line')]
+      .filter((path) => parseFloat(getComputedStyle(path).strokeWidth) > 0).map((path) => path.getAttribute('d'))"""
+    found: list[str] = page.do(script)
+    return found
+
+
+def axis(page: Browser) -> str:
+    title: str = page.do("document.querySelector('#curves .chart .xtitle').textContent")
+    return title
+
+
+def methods(page: Browser) -> list[str]:
+    return texts(page, "#table tbody tr[data-group] .name")
+
+
+def test_the_curves_are_drawn(page: Browser) -> None:
+    for chart in (0, 1):
+        drawn = lines(page, chart)
+        assert len(drawn) == 3
+        assert all(outline.count("L") + outline.count("H") + outline.count("V") > 8 for outline in drawn)
+    inside = page.do("""[...document.querySelectorAll('#curves .chart')].every((chart) => {
+      const plot = chart.querySelector('.nsewdrag').getBoundingClientRect();
+      return plot.width > 300 && plot.height > 150 && [...chart.querySelectorAll('path.js-line')].every((path) => {
+        const box = path.getBoundingClientRect();
+        const within = box.left >= plot.left - 2 && box.right <= plot.right + 2;
+        return within && box.width > 0.5 * plot.width && box.height > 20;
+      });
+    })""")
+    assert inside
+    assert page.do("document.querySelectorAll('#clients .boxlayer path.box').length") == 3
+    quiet(page)
+    assert len(page.requests) == 1 + sum(url.startswith("data:") for url in page.requests)
+
+
+def test_the_x_axis_switches(page: Browser) -> None:
+    titles, outlines = [axis(page)], [lines(page)]
+    for value in ("mb", "seconds"):
+        click(page, f"input[name=x][value={value}]")
+        titles.append(axis(page))
+        outlines.append(lines(page))
+    assert titles == ["communication round", "uploaded megabytes, all clients together", "seconds"]
+    assert outlines[0] != outlines[1] != outlines[2]
+    ticks = [float(text) for text in texts(page, "#curves .chart .xtick text") if text in ("0", "5", "10")]
+    assert max(ticks) == 10  # 40 rounds of a quarter of a second
+
+
+def test_the_x_axis_switches_by_keyboard(page: Browser) -> None:
+    page.do("document.querySelector('input[name=x]:checked').focus()")
+    page.press("ArrowRight")
+    assert axis(page).startswith("uploaded megabytes")
+    assert page.do("document.activeElement.value") == "mb"
+
+
+def test_what_uploads_nothing_is_a_level_over_megabytes(page: Browser) -> None:
+    click(page, "input[name=x][value=mb]")
+    level = next(outline for outline in lines(page) if outline.count("L") + outline.count("H") == 1)
+    assert level
+    assert "local: uploads nothing" in page.do("document.querySelector('#curves > .hint').textContent")
+
+
+def test_accuracy_and_loss_are_selectable(page: Browser) -> None:
+    before = [lines(page, 0), lines(page, 1)]
+    click(page, "input[name=accuracy][value=global_accuracy]")
+    click(page, "input[name=loss][value=global_loss]")
+    assert texts(page, "#curves .ytitle") == ["global accuracy, %", "held-out loss, global"]
+    assert lines(page, 0) != before[0]
+    assert lines(page, 1) != before[1]
+
+
+def test_single_runs_are_reachable(page: Browser) -> None:
+    click(page, "input[name=view][value=single]")
+    assert len(lines(page)) == 6
+    click(page, "#table .more")
+    assert len(texts(page, "#table tr.single")) == 2
+    assert page.do("document.activeElement.getAttribute('aria-expanded')") == "true"
+
+
+def test_a_method_is_hidden_by_its_key(page: Browser) -> None:
+    click(page, ".legend button")
+    assert len(lines(page)) == 2
+    assert page.do("document.querySelector('.legend button').getAttribute('aria-pressed')") == "false"
+
+
+def test_the_table_holds_the_figures_of_the_report(page: Browser, report: Report) -> None:
+    made = results(report.groups)
+    rows = {str(row[1]): [str(cell) for cell in row] for row in made.rows}
+    shown: list[list[str]] = page.do("""[...document.querySelectorAll('#table tr[data-group]')]
+      .map((row) => [...row.children].map((cell) => cell.textContent))""")
+    titles = texts(page, "#table thead th")
+    assert len(shown) == 3
+    for name, cells in zip(methods(page), shown, strict=True):
+        for title, text in list(zip(titles, cells, strict=True))[1:]:
+            assert text.removeprefix("≈ ") == rows[name][made.titles.index(title)]
+
+
+def test_the_cost_to_a_target_is_that_of_the_package(page: Browser, report: Report) -> None:
+    page.do(
+        "const goal = document.querySelector('#target'); goal.value = '70'; goal.dispatchEvent(new Event('change'))"
+    )
+    at = texts(page, "#table thead th").index("rounds to target")
+    for group in report.groups:
+        index = [other.label for other in report.groups].index(group.label)
+        text = page.do(f"document.querySelector('tr[data-group=\"{index}\"]').children[{at}].textContent")
+        rounds = [cost_to(run, 0.7)[0] or 0 for run in group.runs]
+        assert float(text.partition(" ±")[0]) == pytest.approx(sum(rounds) / len(rounds), abs=0.051)
+
+
+def test_the_table_sorts_by_click_and_by_key(page: Browser) -> None:
+    assert methods(page) == ["tdpfed", "local", "fedavg"]
+    head = "#table thead th:nth-child({}) button"
+    click(page, head.format(1))
+    assert methods(page) == ["fedavg", "local", "tdpfed"]
+    page.press("Enter")  # the button kept the focus
+    assert methods(page) == ["tdpfed", "local", "fedavg"]
+    assert texts(page, "#table th[aria-sort=descending]") == ["method"]
+    up = texts(page, "#table thead th").index("up MB") + 1
+    click(page, head.format(up))
+    assert methods(page) == ["fedavg", "tdpfed", "local"]
+    click(page, head.format(up))
+    assert methods(page) == ["local", "tdpfed", "fedavg"]
+
+
+def test_every_control_is_reached_by_tab_and_shows_it(page: Browser) -> None:
+    reached: list[str] = []
+    for _ in range(60):
+        page.press("Tab")
+        name, outline = page.do("""(() => {
+          const now = document.activeElement, seen = now.matches('.seg input') ? now.nextElementSibling : now;
+          if (now === document.body) return [null, 0];
+          return [now.id || now.name || now.textContent, parseFloat(getComputedStyle(seen).outlineWidth)];
+        })()""")
+        if name is None:
+            break
+        assert outline >= 2, name
+        reached.append(name)
+    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalised %"):
+        assert wanted in reached
+
+
+def test_choices_survive_a_reload(page: Browser) -> None:
+    for selector in ("input[name=x][value=seconds]", "input[name=view][value=single]", ".legend button", "#theme"):
+        click(page, selector)
+    click(page, "#table thead th button")
+    order = methods(page)
+    page.do("delete document.documentElement.dataset.ready; location.reload()")
+    page.wait("document.documentElement?.dataset.ready === 'true'")
+    assert (axis(page), methods(page), len(lines(page))) == ("seconds", order, 4)
+    assert page.do("document.documentElement.dataset.theme") == "dark"
+
+
+def test_nonsense_in_the_address_is_passed_over(page: Browser, report: Report) -> None:
+    page.open(report.page, "x=nothing&sort=99.7&data=12&target=x&hide=77&zoom=a,b_c&theme=pink&view=%3Cb%3E&open=-3")
+    assert (axis(page), len(lines(page)), methods(page)[0]) == ("communication round", 3, "tdpfed")
+
+
+OVERFLOW = """[...document.querySelectorAll('body *')].filter((one) => {
+  const box = one.getBoundingClientRect();
+  return box.width && !one.closest('.scroll, pre, .chart svg, .modebar') && box.right > innerWidth + 1;
+}).map((one) => one.tagName + '.' + one.className)"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_is_wider_than_a_phone(page: Browser, report: Report, width: int) -> None:
+    page.size(width, 800, mobile=True)
+    page.open(report.page, "open=0.1.2&all=1")
+    assert page.do("[document.documentElement.scrollWidth, innerWidth]") == [width, width]
+    assert page.do(OVERFLOW) == []
+    assert all(lines(page, chart) for chart in (0, 1))
+
+
+def brightness(page: Browser, script: str) -> float:
+    values: list[int] = page.do(f"({script}).match(/[0-9.]+/g).slice(0, 3).map(Number)")
+    return sum(values) / 3
+
+
+def test_the_page_is_dark_where_the_reader_prefers_it(page: Browser, report: Report) -> None:
+    ground, plot, ink = (
+        "getComputedStyle(document.body).backgroundColor",
+        "getComputedStyle(document.querySelector('#curves .chart .main-svg')).backgroundColor",
+        "getComputedStyle(document.querySelector('#curves .chart .xtick text')).fill",
+    )
+    assert brightness(page, ground) > 240
+    assert brightness(page, ink) < 80
+    page.prefer("dark")
+    page.open(report.page)
+    assert brightness(page, ground) < 40
+    assert brightness(page, plot) < 40
+    assert brightness(page, ink) > 200
+    click(page, "#theme")
+    assert brightness(page, ground) > 240
+    assert brightness(page, ink) < 80
+
+
+def test_names_are_text_whatever_they_say(chrome: Browser, root: Path) -> None:
+    path = folders.make(root / HOSTILE.replace("/", "_"), "robust.attack=alie", status=None)
+    config = path / "config.toml"
+    config.write_text(
+        config.read_text()
+        .replace('name = "digits"', f"name = {json.dumps(HOSTILE)}")
+        .replace('"tdpfed"', json.dumps(HOSTILE))
+    )
+    reason = {"round": 1, "client": 1, "rule": HOSTILE, "tensor": HOSTILE, "reason": HOSTILE}
+    (path / "refusals.jsonl").write_text(json.dumps(reason) + "\n")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**folders.record(21).as_dict(), "diagnostics": {HOSTILE: 1.0}}) + "\n")
+    other = folders.make(root / "other", seed=1)
+    chrome.open(write_page([path, other], root / "hostile.html").page)
+    quiet(chrome)
+    assert chrome.do("document.querySelectorAll('img, main script, b').length") == 0
+    assert HOSTILE in chrome.do("document.title")
+    assert sum(HOSTILE in text for text in texts(chrome, "td, th, li, h3, label")) > 3
+
+
+def test_panels_are_there_when_there_is_something_to_show(chrome: Browser, root: Path, report: Report) -> None:
+    panels = "['plan', 'diagnostics', 'robust', 'privacy'].filter((id) => !document.getElementById(id).hidden)"
+    chrome.open(report.page)
+    assert chrome.do(panels) == ["plan"]
+    assert texts(chrome, "#plan tbody tr:first-child > *") == ["fc1.weight", "100x64", "20", "6,400", "3,280", "1.95"]
+    measured: dict[str, Any] = {"diagnostics": {"gradient_norm": 0.5, "drift": 3.0}, "rejected": 4}
+    path = folders.make(root / "all", "robust.gauge=1.0", every=measured)
+    (path / "refusals.jsonl").write_text('{"round": 1, "client": 5, "rule": "gauge", "reason": "too far"}\n')
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps({**one, "epsilon": one["round"] / 10}) + "\n" for one in metrics)
+    )
+    chrome.open(write_page([path]).page)
+    quiet(chrome)
+    assert chrome.do(panels) == ["plan", "diagnostics", "robust", "privacy"]
+    for panel, charts in (("diagnostics", 2), ("robust", 1), ("privacy", 1)):
+        assert chrome.do(f"document.querySelectorAll('#{panel} path.js-line').length") == charts
+    assert "too far" in "".join(texts(chrome, "#robust td"))
+
+
+def test_data_sets_are_shown_one_at_a_time(chrome: Browser, root: Path) -> None:
+    other = folders.make(root / "synthetic", "data.name=synthetic", "algorithm.name=pfedme")
+    chrome.open(write_page([root / "tdpfed-0", other], root / "two.html").page)
+    assert methods(chrome) == ["tdpfed"]
+    assert "2 data sets" in chrome.do("document.querySelector('#notes').textContent")
+    click(chrome, "input[name=data][value='1']")
+    assert methods(chrome) == ["pfedme"]
+    assert len(lines(chrome)) == 1
+    quiet(chrome)
+
+
+def test_a_run_without_a_round_says_so(chrome: Browser, root: Path) -> None:
+    path = folders.make(root / "fresh", rounds=0, status=None)
+    chrome.open(write_page([path]).page)
+    quiet(chrome)
+    assert "No round has been evaluated yet" in chrome.do("document.querySelector('#curves').innerText")
+    assert "in progress, 0 of 20 rounds so far" in chrome.do("document.querySelector('#progress').textContent")
+    assert "snapshot" in chrome.do("document.querySelector('#progress').textContent")
+    assert lines(chrome) == []
+
+
+def test_a_followed_page_goes_on_to_newer_rounds_and_keeps_the_readers_choices(chrome: Browser, root: Path) -> None:
+    path = folders.make(root / "going", rounds=3, status=None)
+    page = write_page([path], reload_every=0.5).page
+    chrome.open(page, "x=seconds")
+    assert "3 of 20" in chrome.do("document.querySelector('#progress').textContent")
+    click(chrome, "input[name=accuracy][value=local_accuracy]")
+    RunFolder(path).append(folders.record(4))
+    write_page([path], reload_every=0.5)
+    chrome.wait("document.querySelector('#progress')?.textContent.includes('4 of 20')")
+    chrome.wait("document.documentElement?.dataset.ready === 'true'")
+    assert axis(chrome) == "seconds"
+    assert texts(chrome, "#curves .ytitle")[0] == "local accuracy, %"
+    click(chrome, "#live")  # pause
+    RunFolder(path).finish(folders.summary([folders.record(t) for t in range(1, 5)]))
+    write_page([path], reload_every=0.5)
+    chrome.do("new Promise((done) => setTimeout(done, 1200))")
+    assert chrome.do("document.querySelector('#progress') !== null")
+    click(chrome, "#live")
+    chrome.wait("document.documentElement?.dataset.ready === 'true' && document.querySelector('#progress') === null")
+    assert chrome.do("document.querySelector('#live') === null")
+    quiet(chrome)
+
+
+def test_a_zoom_survives_a_reload(page: Browser) -> None:
+    page.do(
+        """Plotly.relayout(document.querySelector('#curves .chart'),
+      {'xaxis.range': [5, 10], 'yaxis.range': [50, 90]}); 0"""
+    )
+    page.do("delete document.documentElement.dataset.ready; location.reload()")
+    page.wait("document.documentElement?.dataset.ready === 'true'")
+    assert page.do("document.querySelector('#curves .chart').layout.xaxis.range") == [5, 10]
+    click(page, "input[name=x][value=seconds]")
+    assert page.do("document.querySelector('#curves .chart').layout.xaxis.range[1]") >= 10
+    assert page.do("document.querySelector('#curves .chart').layout.xaxis.autorange") is True
