@@ -1,20 +1,16 @@
 """Runs that are stopped in any way and go on: the same numbers as a run that was not."""
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import kill_cli
 from tdpfed.cli import app
 from tdpfed.config import load_config
 from tdpfed.engine.checkpoint import Checkpoints
@@ -22,7 +18,6 @@ from tdpfed.errors import TDPFedError
 from tdpfed.session import Session
 
 QUICK = ["run.rounds=9", "run.evaluate_every=2", "checkpoint.every=2", "data.clients=6", "participation.clients=3"]
-METHODS = ["tdpfed", "pfedme", "fedavg"]
 
 
 @contextmanager
@@ -58,26 +53,11 @@ def assert_same(left: Path, right: Path) -> None:
     assert one[0].meta == other[0].meta
 
 
-@pytest.mark.parametrize("algorithm", METHODS)
+@pytest.mark.parametrize("algorithm", kill_cli.ALGORITHMS)
 def test_killed_at_random_instants_a_run_goes_on_to_the_same_bits(algorithm: str, tmp_path: Path) -> None:
-    expected = whole(tmp_path / "whole", algorithm)
-    arguments = [word for override in settings(algorithm) for word in ("--set", override)]
-    command = [sys.executable, "-c", "from tdpfed.cli import main; main()", "run"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    killed = tmp_path / "killed"
-    waits = random.Random(algorithm)
-    process = subprocess.Popen([*command, *arguments, "--out", str(killed), "--json"], env=environment, stdout=-3)
-    for _ in range(2):
-        while not killed.exists() and process.poll() is None:
-            time.sleep(0.02)
-        time.sleep(waits.uniform(0.0, 0.6))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process = subprocess.Popen([*command, "--resume", str(killed), "--json"], env=environment, stdout=-3)
-        time.sleep(waits.uniform(2.0, 4.0))  # what importing takes, about
-    assert process.wait() == 0
-    assert_same(expected, killed)
-    assert json.loads((killed / "summary.json").read_text())["status"] == "finished"
+    """The short form of ``tests/kill_cli.py``."""
+    hit = kill_cli.trial(tmp_path, algorithm, 120, ("start", "save"), Random(algorithm))
+    assert hit.total() == 2
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 8])
@@ -95,7 +75,7 @@ def test_stopped_after_any_round_a_run_goes_on_to_the_same_bits(stop_after: int,
     session = Session.begin(load_config("digits", settings("tdpfed")), tmp_path / "run", None)
     assert session.run(stopping)["status"] == "interrupted"
     resumed = Session.resume(tmp_path / "run", None)
-    assert resumed.simulation.round == (stop_after - 1) // 2 * 2
+    assert resumed.simulation.round == stop_after // 2 * 2
     assert resumed.run(silent)["status"] == "finished"
     assert_same(expected, tmp_path / "run")
 

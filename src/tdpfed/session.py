@@ -4,9 +4,11 @@ What is finished is always on disk: a line per evaluated round, a checkpoint eve
 also after Ctrl-C or an error. A resumed run goes on to exactly the numbers of an uninterrupted one.
 """
 
+import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
+from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.folder import RunFolder, summarize
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
@@ -33,6 +36,8 @@ class Session:
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self.records: list[Record] = []
         self.warnings: list[str] = []
+        self.summary: dict[str, Any] = {}  # once it has ended
+        self.start_clock()
         self._changed: Tensor | None = None  # None: no checkpoint yet, everything is to be saved
 
     @classmethod
@@ -64,39 +69,87 @@ class Session:
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Run to the last round and return the summary; it is written whatever happens."""
-        status = "failed"
+        self.start_clock()
         try:
             with progress(self.simulation, self.config.run.rounds, self.records) as show:
-                for record in self._rounds(show):
-                    self.folder.append(record)
-                    self.records.append(record)
-            status = "finished" if self.simulation.round == self.config.run.rounds else "privacy budget spent"
-        except KeyboardInterrupt:
-            status = "interrupted"
-        except QuorumError:
-            self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
-            raise
-        finally:
-            summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
-            self.folder.finish(summary)
-        return summary
+                while self.left:
+                    self.simulation.step()
+                    self.after_round()
+                    show(self.simulation)
+        except BaseException as error:
+            self.end(error)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+        else:
+            self.end()
+        return self.summary
 
-    def _rounds(self, show: OnRound) -> Iterator[Record]:
-        def on_round(simulation: Simulation) -> None:
-            show(simulation)
-            self.folder.refuse(simulation.round, simulation.refused)
-            self._save(simulation)
+    def start_clock(self) -> None:
+        """Count seconds from now on, and from what was recorded before."""
+        self._began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
 
-        left = self.config.run.rounds - self.simulation.round
-        if left > 0:
-            spent = self.records[-1].seconds if self.records else 0.0
-            yield from self.simulation.run(left, self.config.run.evaluate_every, on_round, spent)
+    @property
+    def left(self) -> int:
+        """Rounds that are still to be run."""
+        return max(0, self._last - self.simulation.round)
 
-    def _save(self, simulation: Simulation) -> None:
-        every, last = self.config.checkpoint.every, simulation.round == simulation.affordable(self.config.run.rounds)
+    def after_round(self) -> None:
+        """Record the round that was just run if that is due, note what it refused, and save if that is due."""
+        simulation, last = self.simulation, not self.left
+        if simulation.due(self.config.run.evaluate_every, last):
+            record = simulation.record(time.perf_counter() - self._began)
+            self.folder.append(record)
+            self.records.append(record)
+        self.folder.refuse(simulation.round, simulation.refused)
+        every = self.config.checkpoint.every
         if self._changed is not None:
             self._changed[simulation.trained.cpu()] = True
         if every and (simulation.round % every == 0 or last):
             changed = None if self._changed is None else self._changed.nonzero().flatten()
             self.checkpoints.save(snapshot_of(simulation), changed)
             self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write the summary of a run that is done, or that ``error`` has stopped."""
+        status = "finished" if self.simulation.round == self.config.run.rounds else "privacy budget spent"
+        if error is not None:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, QuorumError):
+            self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
+        self.summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
+        self.folder.finish(self.summary)
+
+    @cached_property
+    def _last(self) -> int:
+        return self.simulation.affordable(self.config.run.rounds)
+
+
+def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -> list[TDPFedError | None]:
+    """Run sessions that differ in their seed to their end as one computation; return what stopped each, if anything.
+
+    One that fails is ended and the others go on. Ctrl-C ends them all, and is passed on.
+    """
+    errors: dict[Session, TDPFedError | None] = dict.fromkeys(sessions)
+    alive = [session for session in sessions if session.left]
+    for session in alive:
+        session.start_clock()
+    group: list[Session] = []
+    try:
+        while alive:
+            behind = min(session.simulation.round for session in alive)  # of those stopped earlier some may be ahead
+            now = [session for session in alive if session.simulation.round == behind]
+            if now != group:
+                group, ensemble = now, Ensemble([session.simulation for session in now])
+            for session, error in zip(group, ensemble.step(), strict=True):
+                if error is None:
+                    session.after_round()
+                    show(session)
+                if error is not None or not session.left:
+                    session.end(error)
+                    errors[session] = error
+                    alive.remove(session)
+    except BaseException as stop:
+        for session in alive:
+            session.end(stop)
+        raise
+    return list(errors.values())

@@ -1,14 +1,21 @@
 """Runs computed together are the runs computed alone, to the bit on a CPU."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe
+from tdpfed.config import load_config
+from tdpfed.display import progress
 from tdpfed.engine.ensemble import Ensemble
+from tdpfed.engine.folder import RunFolder
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.session import Session, run_together
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
@@ -53,3 +60,27 @@ def test_what_differs_is_refused() -> None:
         Ensemble([Simulation(small.mlp(), data, FedAvg()), Simulation(small.mlp(), data, PFedMe())])
     with pytest.raises(TDPFedError, match="none given"):
         Ensemble([])
+
+
+def test_sessions_together_equal_sessions_alone_and_one_that_fails_stops_nobody_else(tmp_path: Path) -> None:
+    settings = ["run.rounds=5", "run.evaluate_every=2", "checkpoint.every=2", "algorithm.tau=2", "algorithm.s_prime=2"]
+    configs = [load_config("digits", [*settings, f"run.seed={seed}"]) for seed in (0, 1, 2)]
+    for config in configs:
+        Session.begin(config, tmp_path / f"alone-{config.run.seed}", None).run(progress)
+    sessions = [Session.begin(config, tmp_path / f"together-{config.run.seed}", None) for config in configs]
+    for _ in range(2):  # one was ahead when they were stopped
+        sessions[1].simulation.step()
+        sessions[1].after_round()
+    sessions[1] = Session.resume(tmp_path / "together-1", None)
+    with torch.no_grad():
+        sessions[2].simulation.private["theta"].fill_(torch.nan)
+        sessions[2].simulation.server["factors"].fill_(torch.nan)
+    shown: list[int] = []
+    errors = run_together(sessions, lambda session: shown.append(session.config.run.seed))
+    assert errors[:2] == [None, None]
+    assert "not finite" in str(errors[2])
+    assert [session.summary["status"] for session in sessions] == ["finished", "finished", "failed"]
+    for seed in (0, 1):
+        alone, together = (RunFolder(tmp_path / f"{how}-{seed}").rewind(99) for how in ("alone", "together"))
+        assert [replace(r, seconds=0.0) for r in alone] == [replace(r, seconds=0.0) for r in together]
+    assert run_together(sessions[:2], lambda _: None) == [None, None]  # nothing is left

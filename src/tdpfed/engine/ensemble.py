@@ -5,7 +5,7 @@ a GPU, which one small run does not fill, several cost little more than one.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -31,25 +31,25 @@ class Ensemble:
                 raise TDPFedError("simulations: computed together must be runs of one algorithm on one device")
         self.simulations = list(simulations)
 
-    def step(self) -> None:
-        """Advance every simulation by a round."""
+    def step(self) -> list[TDPFedError | None]:
+        """Advance every simulation by a round; return what stopped each, None if nothing."""
         turns = [simulation.next_turn()[0] for simulation in self.simulations]
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
         if runner.kind != "batched" or not 0 < clients <= (runner.chunk or runner.fitting):
-            for simulation in self.simulations:
-                simulation.step()
-            return
+            return [_error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.server, rows_of(simulation.private, turn.clients), as_state(turn)]
         graphs = runner.graphs and turns[0].clients.is_cuda
         together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
-        begin = 0
+        begin, errors = 0, []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             rows = slice(begin, begin + len(turn.clients))
             parts = (together.private, together.upload, together.metrics)
-            simulation.step(Outcome(*({name: value[rows] for name, value in part.items()} for part in parts)))
+            own = Outcome(*({name: value[rows] for name, value in part.items()} for part in parts))
+            errors.append(_error_of(partial(simulation.step, own)))
             begin = rows.stop
+        return errors
 
     def _computed(self, *states: State) -> tuple[State, ...]:
         algorithm, objective = self.simulations[0].algorithm, self.simulations[0].objective
@@ -64,6 +64,14 @@ class Ensemble:
     @cached_property
     def _graphed(self) -> Graphed:
         return Graphed(self._computed)
+
+
+def _error_of(step: Callable[[], None]) -> TDPFedError | None:
+    try:
+        step()
+    except TDPFedError as error:
+        return error
+    return None
 
 
 def _joined(states: Sequence[State]) -> State:

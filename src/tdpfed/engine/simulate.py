@@ -107,10 +107,14 @@ class Simulation:
         began, last = time.perf_counter() - seconds, self.affordable(self.round + rounds)
         while self.round < last:
             self.step()
-            if self.round % evaluate_every == 0 or self.round == last or self._diagnosed:
+            if self.due(evaluate_every, self.round == last):
                 yield self.record(time.perf_counter() - began)
             if on_round is not None:
                 on_round(self)
+
+    def due(self, evaluate_every: int, last: bool) -> bool:
+        """Whether the round that was just run is to be recorded: every so many, the last, and those diagnosed."""
+        return last or self.round % evaluate_every == 0 or self._diagnosed
 
     def step(self, outcome: Outcome | None = None) -> None:
         """Run one communication round; it counts when it is done.
