@@ -22,6 +22,8 @@ from tdpfed.wire import Rejected
 
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
+DONE = ("finished", "privacy budget spent")
+"""Ends that a run was meant to come to."""
 
 T = TypeVar("T")
 

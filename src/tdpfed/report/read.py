@@ -12,15 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tdpfed.engine.folder import METRICS, REFUSALS, worst_decile
+from tdpfed.engine.folder import DONE, METRICS, REFUSALS, worst_decile
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 IN_PROGRESS, FINISHED = "in progress", "finished"
-DONE = (FINISHED, "privacy budget spent")
-"""Ends that a run was meant to come to."""
 
 Series = Mapping[str, list[Number]]
 T = TypeVar("T")
