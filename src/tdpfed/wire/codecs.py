@@ -8,10 +8,10 @@ belongs to one column of a factor: columns carry their own gauge, ``(c a, b / c)
 treated so; a tensor of more dimensions has a scale per output channel, a vector one, plain values one per 256.
 """
 
+import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Literal
 
@@ -62,22 +62,25 @@ def shrink(x: Tensor, layout: Layout | None, codec: Codec, bits: Tensor) -> list
     """
     if codec != "int8":
         return [x.float().to(DTYPES[codec])]
-    x = x.float()
-    group = groups(x.shape[-1], layout, x.device)
-    count = scales(x.shape[-1], layout)
-    peak = x.new_zeros(*x.shape[:-1], count).scatter_reduce_(-1, group.expand_as(x), x.abs(), "amax")
-    # At least the smallest normal number, which has its full precision: no column is clipped, none divided by zero.
-    scale = torch.where(peak > 0, (peak / TOP).clamp_min(TINY), 0)
-    steps = x / torch.where(scale > 0, scale, 1).index_select(-1, group)
+    steps = x.to(torch.float32, copy=True)
+    scale = steps.new_empty(*x.shape[:-1], scales(x.shape[-1], layout))
+    for block, own, axis in _blocks(steps, scale, layout):
+        peak = block.abs().amax(axis, keepdim=True)
+        # At least the smallest normal number, which has its full precision: no column is clipped, none divided by zero.
+        own.copy_(torch.where(peak > 0, (peak / TOP).clamp_min(TINY), 0))
+        block.div_(torch.where(own > 0, own, 1))
     return [steps.add_(dither(bits, x.shape[-1])).floor_().clamp_(-TOP, TOP), scale]
 
 
 def grow(parts: list[Tensor], layout: Layout | None) -> Tensor:
-    """Return the float32 values ``(..., n)`` of the tensors that travelled."""
+    """Return the float32 values ``(..., n)`` of the tensors that travelled; of float32 they are the tensor itself."""
     values, *scale = parts
     if not scale:
         return values.float()
-    return scale[0].index_select(-1, groups(values.shape[-1], layout, values.device)).mul_(values)
+    grown = values.to(torch.float32, copy=True)
+    for block, own, _ in _blocks(grown, scale[0], layout):
+        block.mul_(own)
+    return grown
 
 
 def dither(bits: Tensor, length: int) -> Tensor:
@@ -106,21 +109,28 @@ def tensors_of(lengths: Mapping[str, int], layouts: Layouts, codec: Codec) -> di
 
 def scales(length: int, layout: Layout | None) -> int:
     """Return how many scales int8 needs for a vector."""
-    return -(-length // BLOCK) if layout is None else sum(map(_scales_of, layout.shapes))
+    return sum(map(_scales_of, _shapes(length, layout)))
 
 
-@lru_cache(maxsize=8)
-def groups(length: int, layout: Layout | None, device: torch.device) -> Tensor:
-    """Return which scale each coordinate of a vector has, ``(length,)``."""
-    if layout is None:
-        return torch.arange(length, device=device) // BLOCK
-    parts: list[Tensor] = []
-    first = 0
-    for shape, size in zip(layout.shapes, layout.sizes, strict=True):
-        index, count = torch.arange(size, device=device), _scales_of(shape)
-        parts.append(first + (index % count if len(shape) == 2 else index // (size // count)))
-        first += count
-    return torch.cat(parts)
+def _blocks(x: Tensor, scale: Tensor, layout: Layout | None) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield views of the parameters in ``x`` ``(..., n)`` as matrices, of their scales, and the axis a scale spans."""
+    at = first = 0
+    for shape in _shapes(x.shape[-1], layout):
+        size, count = math.prod(shape), _scales_of(shape)
+        block, own = x[..., at : at + size], scale[..., first : first + count]
+        if len(shape) == 2:
+            yield block.unflatten(-1, shape), own.unsqueeze(-2), -2
+        else:
+            yield block.unflatten(-1, (count, size // count)), own.unsqueeze(-1), -1
+        at, first = at + size, first + count
+
+
+def _shapes(length: int, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes in a vector; those of plain values give each block and the rest its scale."""
+    if layout is not None:
+        return layout.shapes
+    whole, rest = divmod(length, BLOCK)
+    return ((whole, 1, BLOCK),) * (whole > 0) + ((rest,),) * (rest > 0)
 
 
 def _scales_of(shape: tuple[int, ...]) -> int:

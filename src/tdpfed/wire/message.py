@@ -45,7 +45,10 @@ KEYS = ("kind", "round", "client", "samples", "layout", "codec", "sha256")
 
 @dataclass(frozen=True)
 class Message:
-    """What a message says of itself, and its tensors as they travelled: nothing of it is trusted yet."""
+    """What a message says of itself, and its tensors as they travelled: nothing of it is trusted yet.
+
+    The tensors are views of the bytes that came in, for which a server may have no room twice: read them, do not write.
+    """
 
     kind: Kind
     round: int

@@ -1,11 +1,12 @@
 """Reads the payload of a message, which is safetensors, with nothing taken on trust.
 
 The library writes it, but its reader would copy the values twice, and let a hundred megabytes of names, extra fields
-and names given twice through. Here the names may take little room, the values are copied once, and what is accepted is
-a part of what the library accepts.
+and names given twice through. Here the names may take little room, the values are not copied at all, and what is
+accepted is a part of what the library accepts.
 """
 
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 
 
 def read_payload(payload: memoryview, client: int) -> dict[str, Tensor]:
-    """Return copies of the vectors in a payload, which must cover it from end to end."""
+    """Return the vectors of a payload, which must cover it from end to end: views of it, to be read, not written."""
     start = 8 + int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or start > min(len(payload), 8 + NAMES_LIMIT):
         reason = f"payload: header ends at byte {start} of {len(payload)}, may have {NAMES_LIMIT} bytes"
@@ -34,10 +35,12 @@ def read_payload(payload: memoryview, client: int) -> dict[str, Tensor]:
         at = end
     if at != len(payload) - start:
         raise Rejected("payload", f"declares {at} bytes of values, has {len(payload) - start}", client=client)
-    return {
-        name: torch.frombuffer(bytearray(payload[start + begin : start + end]), dtype=dtype)
-        for name, (begin, end, dtype) in spans.items()
-    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return {
+            name: torch.frombuffer(payload[start + begin : start + end], dtype=dtype)
+            for name, (begin, end, dtype) in spans.items()
+        }
 
 
 def _span(name: str, entry: Any, client: int) -> tuple[int, int, torch.dtype]:

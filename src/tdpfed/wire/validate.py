@@ -34,7 +34,10 @@ class Expected:
 
 
 def validate(message: Message, expected: Expected) -> State:
-    """Return the state of a message, float32 vectors ``(n,)``, or raise :class:`Rejected`."""
+    """Return the state of a message, float32 vectors ``(n,)``, or raise :class:`Rejected`.
+
+    Where float32 travelled they are the message's own tensors, so views of the bytes that came in.
+    """
     client = message.client
     form = form_hash(expected.lengths, expected.layouts)
     samples = 0 if expected.kind == "down" else expected.samples.get(client)

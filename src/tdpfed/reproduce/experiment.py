@@ -1,0 +1,134 @@
+"""Run what a study needs, and write its tables, figures and provenance into one folder."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tdpfed.config import load_config
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.grid import Cell, Outcome, run_cells
+from tdpfed.report.group import Group
+from tdpfed.report.read import read_runs
+from tdpfed.reproduce import tables
+from tdpfed.reproduce.figures import draw
+from tdpfed.reproduce.paper import STUDIES, TITLES, Study
+from tdpfed.session import Session
+
+Groups = dict[str, Group]
+
+
+def reproduce(
+    name: str,
+    folder: Path,
+    data_root: Path | None,
+    *,
+    tables_: Sequence[int] = (),
+    figures: Sequence[int] = (),
+    rounds: int | None = None,
+    seeds: int = 3,
+    settings: Sequence[str] = (),
+    on_start: Callable[[Sequence[Cell]], None],
+    on_round: Callable[[Session], None],
+    on_end: Callable[[Outcome], None],
+) -> tuple[list[Path], list[Outcome]]:
+    """Make tables and figures of the study on ``name`` (all where none are named); return the files and the runs."""
+    study = find(name)
+    wanted = choose(study, tables_, figures)
+    cells = cells_of(study, study.needed(*wanted), rounds, seeds, settings)
+    outcomes = run_cells(cells, folder / "runs", data_root, on_start=on_start, on_round=on_round, on_end=on_end)
+    return write(study, folder, outcomes, *wanted), outcomes
+
+
+def find(name: str) -> Study:
+    """Return a study by the name of its data set."""
+    if name not in STUDIES:
+        raise unknown("data set", name, STUDIES)
+    return STUDIES[name]
+
+
+def choose(study: Study, tables_: Sequence[int], figures: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tables and figures to make: those named, or all."""
+    for kind, given, allowed in (("table", tables_, TITLES), ("figure", figures, study.figures)):
+        for number in given:
+            if number not in allowed:
+                raise unknown(f"--{kind}", number, map(str, allowed))
+    if not tables_ and not figures:
+        return tuple(TITLES), tuple(study.figures)
+    return tuple(dict.fromkeys(tables_)), tuple(dict.fromkeys(figures))
+
+
+def cells_of(
+    study: Study, runs: Sequence[str], rounds: int | None, seeds: int, settings: Sequence[str] = ()
+) -> list[Cell]:
+    """Return the runs with every seed."""
+    if seeds < 1:
+        raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
+    if rounds is not None and rounds < 1:
+        raise TDPFedError(f"--rounds: {rounds} given, must be at least 1")
+    common = ["checkpoint.every=50", "checkpoint.keep=1", *settings]
+    if rounds is not None:
+        common += [f"run.rounds={rounds}", f"run.evaluate_every={min(10, max(1, rounds // 10))}"]
+    return [
+        Cell(f"{run}-seed{seed}", load_config(study.preset, [*common, *study.runs[run], f"run.seed={seed}"]))
+        for run in runs
+        for seed in range(seeds)
+    ]
+
+
+def write(
+    study: Study, folder: Path, outcomes: Sequence[Outcome], wanted: tuple[int, ...], figures: tuple[int, ...]
+) -> list[Path]:
+    """Write what the finished runs give: a page of all tables, a CSV file for each, figures, and their origin."""
+    finished: dict[str, list[Path]] = {}
+    for outcome in outcomes:
+        if outcome.error is None:
+            finished.setdefault(outcome.cell.name.rpartition("-seed")[0], []).append(outcome.path)
+    groups = {run: Group(run, tuple(read_runs(paths)[0])) for run, paths in finished.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [tables.make(study, number, groups) for number in wanted]
+    files = []
+    for table in made:
+        files.append(folder / f"table-{table.number}.csv")
+        files[-1].write_text(tables.to_csv(table), encoding="utf-8")
+    origin = provenance(groups)
+    failed = [f"{outcome.cell.name}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
+    images = draw(study, folder, figures, groups)
+    files += [folder / "README.md", folder / "results.json", *images]
+    files[len(made)].write_text(tables.to_page(study, made, images, origin, failed), encoding="utf-8")
+    rows = {table.number: [tables.as_dict(line) for line in table.lines] for table in made}
+    result = {"provenance": origin, "tables": rows, "failed": failed}
+    files[len(made) + 1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def provenance(groups: Groups) -> dict[str, Any]:
+    """Return where the numbers come from: command, commit, hardware, versions, seeds and rounds."""
+    runs = [run for group in groups.values() for run in group.runs]
+    return {
+        "command": " ".join(["tdpfed", *sys.argv[1:]]),
+        "commit": _commit(),
+        "devices": sorted({run.texts.get("device", "unknown") for run in runs}),
+        "versions": sorted({", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in runs}),
+        "seeds": sorted({int(run.setting("run.seed")) for run in runs}),
+        "rounds": sorted({run.rounds for run in runs}),
+        "seconds": {name: [run.figures["seconds"] for run in group.runs] for name, group in groups.items()},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the source tree, where this is one; ``+`` marks changes."""
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,130 @@
+"""The paper's tables: our ranks are its ranks, every row has a run, and what is written is what the runs came to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tdpfed.config import load_config
+from tdpfed.errors import TDPFedError
+from tdpfed.reproduce import reproduce
+from tdpfed.reproduce.experiment import cells_of, choose, find
+from tdpfed.reproduce.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
+from tdpfed.reproduce.tables import make
+
+SMALL = ["data.name=digits", "data.clients=5", "algorithm.tau=1", "run.device=cpu"]
+
+
+def quiet(*_: Any) -> None:
+    pass
+
+
+def run(folder: Path, **options: Any) -> Any:
+    return reproduce(
+        "mnist", folder, None, settings=SMALL, on_start=quiet, on_round=quiet, on_end=quiet,
+        **{"rounds": 2, "seeds": 2, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_table_one_gives_the_papers_ranks(name: str) -> None:
+    ranks = make(STUDIES[name], 1, {}).ranks
+    assert len(ranks) == {"mnist": 2, "cifar10": 8}[name]
+    for _, _, *numbers in ranks:
+        assert numbers[:2] == numbers[2:]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_row_has_a_run_and_every_run_a_configuration_that_differs_from_all_others(name: str) -> None:
+    study = STUDIES[name]
+    rows = [row for table in study.tables.values() for row in table]
+    assert {row.run for row in rows} == set(study.runs)
+    assert set(study.needed((2, 3, 4), ())) == set(study.runs)
+    cells = cells_of(study, list(study.runs), None, 1)
+    assert len({cell.config.model_dump_json() for cell in cells}) == len(cells)
+    assert all(cell.config.run.rounds == 800 for cell in cells)
+    assert {row.accuracy for row in rows if row.paper is None} == {LOCAL, PERSONAL}
+    assert all(row.accuracy == GLOBAL for row in rows if row.label.startswith("FedAvg") and row.paper is not None)
+
+
+def test_the_baseline_is_the_preset() -> None:
+    for study in STUDIES.values():
+        (cell,) = cells_of(study, ["tdpfed-x2"], None, 1)
+        assert cell.config.algorithm == load_config(study.preset).algorithm
+        assert cell.config.data == load_config(study.preset).data
+
+
+def test_settings_of_a_row_are_those_it_names() -> None:
+    study = STUDIES["mnist"]
+    words = {"lambda": "lam", "s'": "s_prime"}
+    for row in study.tables[4][1:]:
+        key, _, value = row.label.partition(" = ")
+        (cell,) = cells_of(study, [row.run], None, 1)
+        base = load_config(study.preset).algorithm
+        changed = {name for name in base if cell.config.algorithm[name] != base[name]}
+        assert changed == {words.get(key, key)}
+        assert cell.config.algorithm[words.get(key, key)] == float(value)
+
+
+def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Path) -> None:
+    files, outcomes = run(tmp_path, tables_=(1, 2), figures=(2, 3))
+    names = {file.name for file in files}
+    assert names == {
+        "table-1.csv", "table-2.csv", "README.md", "results.json", "figure-2.png", "figure-2.svg", "figure-3.png",
+        "figure-3.svg",
+    }  # fmt: skip
+    assert all(file.stat().st_size > 50 for file in files)
+    assert len(outcomes) == 2 * 11
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["provenance"]["seeds"] == [0, 1]
+    assert result["failed"] == []
+    for line in result["tables"]["2"]:
+        summaries = [
+            json.loads((tmp_path / "runs" / f"{line['run']}-seed{seed}" / "summary.json").read_text())
+            for seed in (0, 1)
+        ]
+        mean = 100 * sum(one["personalized_accuracy"] for one in summaries) / 2
+        assert line["ours"]["mean"] == pytest.approx(mean)
+        assert line["megabytes_up"] == pytest.approx(sum(one["uplink_bytes"] for one in summaries) / 2e6)
+    page = (tmp_path / "README.md").read_text()
+    assert f"| AFM, x2 | 98.97 | {result['tables']['2'][0]['ours']['mean']:.2f} ±" in page
+    assert "figure-2.png" in page
+    again = run(tmp_path, tables_=(1, 2), figures=(2, 3))[1]
+    assert all(outcome.kept for outcome in again)
+
+
+def test_a_run_that_fails_is_named_and_leaves_its_row_empty(tmp_path: Path) -> None:
+    """A learning rate for which TDPFed diverges; the other methods' rows stand."""
+    settings = [*SMALL, "algorithm.eta=1e30"]
+    files, outcomes = reproduce(
+        "mnist", tmp_path, None, settings=settings, tables_=(2,), rounds=3, seeds=1, on_start=quiet, on_round=quiet,
+        on_end=quiet,
+    )  # fmt: skip
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert "not finite" in (tmp_path / "README.md").read_text()
+    assert "| AFM, x2 | 98.97 | - |" in (tmp_path / "README.md").read_text()
+    assert len(files) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tables_": (5,)}, "--table: unknown 5"),
+        ({"figures": (4,)}, "--figure: unknown 4"),
+        ({"seeds": 0}, "--seeds: 0 given"),
+        ({"rounds": 0}, "--rounds: 0 given"),
+    ],
+)
+def test_bad_input_is_named(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(TDPFedError, match=message):
+        run(tmp_path, **options)
+    with pytest.raises(TDPFedError, match="data set: unknown 'minst', did you mean 'mnist'"):
+        find("minst")
+    assert not any(tmp_path.iterdir())
+
+
+def test_without_a_choice_everything_is_made() -> None:
+    study = STUDIES["cifar10"]
+    assert choose(study, (), ()) == (tuple(TITLES), (4, 5))
+    assert choose(study, (3, 3), ()) == ((3,), ())
