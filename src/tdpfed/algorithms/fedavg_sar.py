@@ -5,6 +5,7 @@ without their positions. What a client does not receive keeps the client's previ
 server's.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -33,16 +34,16 @@ class FedAvgSAR(FedAvg):
         return {"values": None}
 
     def subset(self, turn: Turn, size: int) -> Tensor:
-        """Return the coordinates of each client's subset, ``(..., m)``; the last one is remembered."""
-        last, drawn = self._memo.get("last", (None, None))
-        if last is None or drawn is None or not _same(last, turn):
-            drawn = self._draw(turn, size)
-            self._memo["last"] = (turn, drawn)
-        return drawn
+        """Return the coordinates of each client's subset, ``(..., m)``; the latest are remembered."""
+        known = next((drawn for seen, drawn in tuple(self._memo) if _same(seen, turn)), None)
+        if known is None:
+            known = self._draw(turn, size)
+            self._memo.append((turn, known))
+        return known
 
     @cached_property
-    def _memo(self) -> dict[str, tuple[Turn, Tensor]]:
-        return {}  # broadcast, update and aggregate of a round ask for the same subset
+    def _memo(self) -> deque[tuple[Turn, Tensor]]:
+        return deque(maxlen=4)  # broadcast, update and aggregate of a round ask for the same subset, groups in between
 
     def _draw(self, turn: Turn, size: int) -> Tensor:
         count = max(1, round(size / self.compression))

@@ -1,12 +1,14 @@
 """Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
 
 Both execute the same functions of the algorithm on the same minibatches, and agree up to rounding. The batched runner
-takes clients in chunks; a client's bits do not depend on its company, so any chunking gives the same result on a CPU.
+takes clients in chunks, on a CPU one for each thread; a client's bits do not depend on its company, so any chunking
+gives the same result there.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -54,8 +56,15 @@ class Runner:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
         if self.kind == "loop":
             return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-        size = self.chunk or self.fitting
-        return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
+        count = len(turn.clients)
+        workers = 1 if turn.clients.is_cuda else min(torch.get_num_threads(), count // LEAST_TOGETHER)
+        if workers < 2:
+            groups = _chunks(count, self.chunk or self.fitting)
+            return _joined([self._together(server, private, turn, rows) for rows in groups])
+        # A thread for each group of clients: nothing waits for the slower half of a small matrix product.
+        size = self.chunk or max(LEAST_TOGETHER, min(-(-count // workers), self.fitting // workers))
+        with ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, 1)) as pool:
+            return _joined(list(pool.map(partial(self._together, server, private, turn), _chunks(count, size))))
 
     def batches(self, turn: Turn) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""
