@@ -114,3 +114,12 @@ def test_the_official_split(tmp_path: Path) -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TDPFedError, match=message):
         make_federation(**options)
+
+
+def test_a_files_own_test_mask_counts_unless_another_split_is_asked_for(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    mask = np.arange(60) % 3 == 0
+    path = tmp_path / "own.npz"
+    np.savez(path, x=rng.normal(size=(60, 4)), y=np.arange(60) % 2, client_ids=np.arange(60) // 20, test_mask=mask)
+    assert make_federation(str(path)).test_size.tolist() == [7, 7, 6]
+    assert make_federation(str(path), split="client").test_size.tolist() == [5, 5, 5]

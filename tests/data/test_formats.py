@@ -193,7 +193,8 @@ def test_parquet_columns_take_their_roles(monkeypatch: pytest.MonkeyPatch, label
     ("columns", "message"),
     [
         (None, r"unreadable \(magic bytes not found\); expected a Parquet file"),
-        ({"a": [1]}, "columns a; expected a column y or label"),
+        ({"a": [1]}, "columns a; expected one column y or label"),
+        ({"a": [1], "y": [0], "label": [0]}, "columns a, y, label; expected one column y or label"),
         ({"y": [1]}, "no feature columns"),
         ({"y": [1], "a": ["text"]}, "column 'a' of type .*numeric"),
         ({"y": [1, 2], "client": [None, "u"], "a": [1, 2]}, "missing values in column 'client'"),
@@ -207,7 +208,7 @@ def test_parquet_refuses(monkeypatch: pytest.MonkeyPatch, columns: dict[str, lis
 
 def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(TDPFedError, match="pip install pyarrow"):
+    with pytest.raises(TDPFedError, match=r"pip install 'tdpfed\[parquet\]'"):
         read_parquet(Path("t.parquet"))
 
 

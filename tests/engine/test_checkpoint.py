@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -561,16 +559,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(TDPFedError, match="must be ids below 12"):
             Checkpoints(tmp_path).save(snapshot, changed)
     assert not sizes(tmp_path)
-
-
-def test_killed_runs_resume_to_the_bit() -> None:
-    """The short form of the script; without arguments it kills 42 times."""
-    script = Path(__file__).parents[1] / "kill_and_resume.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--kills", "3"], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("3 kills") == done.stdout.count("equal to the bit") == 3
 
 
 # What it costs

@@ -114,3 +114,14 @@ def test_worst_decile() -> None:
 
 def test_device_name() -> None:
     assert device_name(torch.device("cpu")).startswith("cpu (")
+
+
+def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.toml.part").write_text("[run]\n")
+    with pytest.raises(TDPFedError, match="no run folder"):
+        RunFolder.open(tmp_path)
+    RunFolder.create(tmp_path, "[run]\nrounds = 3\n")
+    assert RunFolder.open(tmp_path)[1] == "[run]\nrounds = 3\n"
+    with pytest.raises(TDPFedError, match="already there and not empty"):
+        RunFolder.check(tmp_path)

@@ -64,7 +64,7 @@ def with_header(data: bytes, **changes: Any) -> bytes:
 def with_tensors(data: bytes, changes: Mapping[str, Tensor | None]) -> bytes:
     """Return a message with tensors replaced, added or (None) taken away."""
     header, _ = parts(data)
-    tensors: dict[str, Tensor | None] = {**decode(data, LIMIT).tensors, **changes}
+    tensors: dict[str, Tensor | None] = {**decode(data, len(data)).tensors, **changes}
     return signed(header, save({name: value for name, value in tensors.items() if value is not None}))
 
 

@@ -29,7 +29,7 @@ class TDPFed(Algorithm):
     name: ClassVar[str] = "tdpfed"
 
     compression: float = hyper(2.0, "compression rate the CP ranks are chosen for", above=0)
-    ranks: Mapping[str, int] | None = hyper(None, "explicit ranks by parameter pattern, for example {'fc1.*' = 8}")
+    ranks: Mapping[str, int] | None = hyper(None, "explicit ranks by parameter pattern, for example {'fc*.weight' = 8}")
     include: tuple[str, ...] = hyper(("*",), "patterns of parameters to factorise")
     exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
     aggregation: Literal["afm", "act"] = hyper("afm", "average the factor matrices, or the composed tensors")

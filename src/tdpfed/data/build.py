@@ -29,7 +29,7 @@ def make_federation(
     size_skew: float | None = None,
     min_samples: int = 1,
     max_samples: int | None = None,
-    split: str = "client",
+    split: str | None = None,
     test_fraction: float = 0.25,
     normalize: str = "standard",
     seed: int = 0,
@@ -40,11 +40,12 @@ def make_federation(
     ``partition`` defaults to natural where the data have natural clients and to classes elsewhere; ``clients`` to 20,
     or all natural ones. ``per_client`` is for classes, ``alpha`` for dirichlet, ``size_skew`` for iid (default 0) and
     classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each client's samples, "official" those
-    of the data set's own test part. ``options`` go to the data set's loader.
+    of the data set's own test part; the latter is the default for a file of your own that has a ``test_mask``.
+    ``options`` go to the data set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
-    if split not in SPLITS:
+    if split is not None and split not in SPLITS:
         raise unknown("split", split, SPLITS)
     given = dict(options or {})
     if dataset == "synthetic":
@@ -58,7 +59,8 @@ def make_federation(
     else:
         parts = _dealt(data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed)
     parts = deal.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
-    if split == "client":
+    own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
+    if (split or ("official" if own_mask else "client")) == "client":
         pairs = deal.split(parts, test_fraction, seed)
     elif data.official_test is None:
         raise TDPFedError(f"split: 'official' for {data.name!r}, which has no official test part; allowed: client")

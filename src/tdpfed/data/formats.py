@@ -128,7 +128,7 @@ def read_parquet(path: Path) -> dict[str, Array]:
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        raise TDPFedError(f"data file {str(path)!r}: reading Parquet needs pyarrow; pip install pyarrow") from error
+        raise TDPFedError(f"data file {str(path)!r}: needs pyarrow; pip install 'tdpfed[parquet]'") from error
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
@@ -136,10 +136,10 @@ def read_parquet(path: Path) -> dict[str, Array]:
     if empty := [name for name in table.column_names if table[name].null_count]:
         raise _broken(path, f"missing values in column {empty[0]!r}", "a value in every row")
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    label = next((name for name in ("y", "label") if name in columns), None)
-    if label is None:
-        raise _broken(path, f"columns {', '.join(columns)}", "a column y or label")
-    roles = {"y": columns.pop(label)}
+    labels = [name for name in ("y", "label") if name in columns]
+    if len(labels) != 1:
+        raise _broken(path, f"columns {', '.join(columns)}", "one column y or label")
+    roles = {"y": columns.pop(labels[0])}
     roles |= {role: columns.pop(name) for role, name in _PARQUET_ROLES.items() if name in columns}
     for name, values in columns.items():
         if values.dtype.kind not in "biuf":

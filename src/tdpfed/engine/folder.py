@@ -20,6 +20,7 @@ from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.wire import Rejected
 
+CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
 DONE = ("finished", "privacy budget spent")
@@ -40,14 +41,14 @@ class RunFolder:
         cls.check(path)
         with _named_errors(path):
             path.mkdir(parents=True, exist_ok=True)
-            (path / "config.toml").write_text(config, encoding="utf-8")
             (path / METRICS).touch()
+            _replace(path / CONFIG, config)  # last: a folder with a configuration is a run
         return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", str]:
         """Return the folder of a run that was begun, and its configuration."""
-        config = path / "config.toml"
+        config = path / CONFIG
         if not config.is_file():
             raise TDPFedError(f"--resume: {str(path)!r} is no run folder, it must hold config.toml")
         try:
@@ -82,7 +83,8 @@ class RunFolder:
         with _named_errors(path):
             if path.exists() and not path.is_dir():
                 raise TDPFedError(f"--out: {str(path)!r} is a file; give a new or empty folder")
-            if path.exists() and any(path.iterdir()):
+            left = {METRICS, f"{CONFIG}.part"}  # by one that was killed before it became a run
+            if path.exists() and any(entry.name not in left for entry in path.iterdir()):
                 raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
 
     def append(self, record: Record) -> None:
