@@ -5,26 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from tdpfed.cli import app
 from tdpfed.config import load_config
+from tdpfed.display import grid_progress
 from tdpfed.errors import TDPFedError
-from tdpfed.reproduce import reproduce
-from tdpfed.reproduce.experiment import cells_of, choose, find
+from tdpfed.grid import run_cells
+from tdpfed.reproduce.experiment import cells_of, choose, find, write
 from tdpfed.reproduce.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
 from tdpfed.reproduce.tables import make
 
 SMALL = ["data.name=digits", "data.clients=5", "algorithm.tau=1", "run.device=cpu"]
 
 
-def quiet(*_: Any) -> None:
-    pass
-
-
-def run(folder: Path, **options: Any) -> Any:
-    return reproduce(
-        "mnist", folder, None, settings=SMALL, on_start=quiet, on_round=quiet, on_end=quiet,
-        **{"rounds": 2, "seeds": 2, **options},
-    )  # fmt: skip
+def run(folder: Path, *, tables: Any = (), figures: Any = (), rounds: int = 2, seeds: int = 2, more: Any = ()) -> Any:
+    study = find("mnist")
+    wanted = choose(study, tables, figures)
+    cells = cells_of(study, study.needed(*wanted), rounds, seeds, [*SMALL, *more])
+    with grid_progress(cells) as show:
+        outcomes = run_cells(cells, folder / "runs", None, on_start=show.start, on_round=show.round, on_end=show.end)
+    return write(study, folder, outcomes, *wanted), outcomes
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -68,7 +69,7 @@ def test_settings_of_a_row_are_those_it_names() -> None:
 
 
 def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Path) -> None:
-    files, outcomes = run(tmp_path, tables_=(1, 2), figures=(2, 3))
+    files, outcomes = run(tmp_path, tables=(1, 2), figures=(2, 3))
     names = {file.name for file in files}
     assert names == {
         "table-1.csv", "table-2.csv", "README.md", "results.json", "figure-2.png", "figure-2.svg", "figure-3.png",
@@ -90,17 +91,13 @@ def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Pa
     page = (tmp_path / "README.md").read_text()
     assert f"| AFM, x2 | 98.97 | {result['tables']['2'][0]['ours']['mean']:.2f} ±" in page
     assert "figure-2.png" in page
-    again = run(tmp_path, tables_=(1, 2), figures=(2, 3))[1]
+    again = run(tmp_path, tables=(1, 2), figures=(2, 3))[1]
     assert all(outcome.kept for outcome in again)
 
 
 def test_a_run_that_fails_is_named_and_leaves_its_row_empty(tmp_path: Path) -> None:
     """A learning rate for which TDPFed diverges; the other methods' rows stand."""
-    settings = [*SMALL, "algorithm.eta=1e30"]
-    files, outcomes = reproduce(
-        "mnist", tmp_path, None, settings=settings, tables_=(2,), rounds=3, seeds=1, on_start=quiet, on_round=quiet,
-        on_end=quiet,
-    )  # fmt: skip
+    files, outcomes = run(tmp_path, tables=(2,), rounds=3, seeds=1, more=["algorithm.eta=1e30"])
     assert all(outcome.error is not None for outcome in outcomes)
     assert "not finite" in (tmp_path / "README.md").read_text()
     assert "| AFM, x2 | 98.97 | - |" in (tmp_path / "README.md").read_text()
@@ -110,7 +107,7 @@ def test_a_run_that_fails_is_named_and_leaves_its_row_empty(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tables_": (5,)}, "--table: unknown 5"),
+        ({"tables": (5,)}, "--table: unknown 5"),
         ({"figures": (4,)}, "--figure: unknown 4"),
         ({"seeds": 0}, "--seeds: 0 given"),
         ({"rounds": 0}, "--rounds: 0 given"),
@@ -122,6 +119,19 @@ def test_bad_input_is_named(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(TDPFedError, match="data set: unknown 'minst', did you mean 'mnist'"):
         find("minst")
     assert not any(tmp_path.iterdir())
+
+
+def test_the_command_makes_a_table_goes_on_when_told_and_refuses_otherwise(tmp_path: Path) -> None:
+    options = [part for setting in SMALL for part in ("--set", setting)]
+    arguments = ["reproduce", "mnist", "--table", "2", "--rounds", "1", "--seeds", "1", "--out", str(tmp_path / "r")]
+    first = CliRunner().invoke(app, [*arguments, *options, "--json"])
+    assert first.exit_code == 0, first.output
+    made = json.loads(first.output.splitlines()[-1])
+    assert made["failed"] == {}
+    assert sorted(Path(file).name for file in made["files"]) == ["README.md", "results.json", "table-2.csv"]
+    again = CliRunner().invoke(app, [*arguments, *options])
+    assert "holds runs already; add --resume" in str(again.exception)
+    assert CliRunner().invoke(app, [*arguments, *options, "--resume"]).exit_code == 0
 
 
 def test_without_a_choice_everything_is_made() -> None:

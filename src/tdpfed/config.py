@@ -43,6 +43,7 @@ class Run(Section):
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="clients computed together; auto: as many as fit"
     )
+    loggers: list[Literal["tensorboard", "mlflow"]] = Field([], description="where else records go, as a list")
 
 
 class Data(Section):
@@ -56,11 +57,13 @@ class Data(Section):
     )
     per_client: int = Field(2, ge=1, description="classes: how many classes a client holds")
     alpha: float = Field(0.5, gt=0, le=1e6, description="dirichlet: concentration; smaller is less alike")
-    size_skew: float | None = Field(None, ge=0, description="iid and classes: how unequal the shares are; 0 is equal")
+    size_skew: float | None = Field(
+        None, ge=0, le=10, description="iid and classes: how unequal the shares are; 0 is equal"
+    )
     min_samples: int = Field(1, ge=1, description="least number of samples per client")
     max_samples: int | None = Field(None, ge=2, description="cap on samples per client, to study scarce data")
-    split: Literal["client", "official"] = Field(
-        "client", description="hold out a part of each client, or the official"
+    split: Literal["client", "official"] | None = Field(
+        None, description="hold out a part of each client, or the official one; a file's own test_mask if it has one"
     )
     test_fraction: float = Field(0.25, gt=0, lt=1, description="client split: share held out")
     normalize: Literal["standard", "unit", "none"] = Field("standard", description="scaling of the inputs")
@@ -121,8 +124,10 @@ class Privacy(Section):
     """Client-level differential privacy; on where clip and noise are given."""
 
     clip: float | None = Field(None, gt=0, description="longest update of a client, in the Euclidean norm")
-    noise: float | None = Field(None, gt=0, description="noise multiplier: deviation of the sum's noise over the clip")
-    delta: float = Field(1e-5, gt=0, lt=1, description="chance that epsilon does not hold")
+    noise: float | None = Field(
+        None, ge=1e-3, le=1e6, description="noise multiplier: deviation of the sum's noise over the clip"
+    )
+    delta: float = Field(1e-5, ge=1e-10, lt=1, description="chance that epsilon does not hold")
     epsilon: float | None = Field(None, gt=0, description="budget: the run ends before it is exceeded")
 
 

@@ -1,16 +1,27 @@
-"""What a person sees in the terminal: the live progress of a run (on standard error), and tables."""
+"""What a person sees in the terminal: the live progress of runs (on standard error), and tables."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
+from tdpfed.grid import Cell, Outcome
 from tdpfed.plan import FactorPlan
+from tdpfed.report import table as tables
+from tdpfed.session import Session
+
+COLUMNS = {
+    "personalised %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
+    "down MB": "down MB", "rounds to target": "rounds to target", "MB to target": "MB to target", "seconds": "seconds",
+}  # fmt: skip
+"""What the terminal shows of a comparison, with headings that fit; the files have more."""
 
 
 @contextmanager
@@ -34,6 +45,94 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
             bar.update(task, completed=current.round, state=state)
 
         yield on_round
+
+
+class GridProgress:
+    """One bar for all runs of a grid and one for what runs now, where there is a terminal; a line per finished run."""
+
+    def __init__(self, cells: Sequence[Cell], bar: Progress) -> None:
+        self.bar, self.runs, self.ended, self.kept = bar, len(cells), 0, 0
+        self.all = bar.add_task("all runs", total=sum(cell.config.run.rounds for cell in cells), state="")
+        self.now = bar.add_task("", total=None, state="", visible=False)
+        self.rounds: dict[str, int] = {}
+
+    def start(self, cells: Sequence[Cell]) -> None:
+        """Show that these runs begin."""
+        self.say_kept()
+        seeds = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        total = sum(cell.config.run.rounds for cell in cells)
+        self.bar.update(self.now, description=f"{cells[0].name}{seeds}", total=total, completed=0, visible=True)
+
+    def round(self, session: Session) -> None:
+        """Show how far a run has come."""
+        rounds, name = session.simulation.round, session.folder.path.name
+        step, self.rounds[name] = rounds - self.rounds.get(name, 0), rounds
+        accuracy = session.records[-1].personalized_accuracy if session.records else None
+        self.bar.update(self.now, advance=step, state=f"accuracy {percent(accuracy)}")
+        self.bar.update(self.all, advance=step)
+
+    def end(self, outcome: Outcome) -> None:
+        """Show what became of a run."""
+        rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
+        self.ended += 1
+        self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
+        for warning in outcome.warnings:
+            self._say(f"warning: {name}: {warning}")
+        if outcome.kept:
+            self.kept += 1
+        else:
+            self._say(f"{self.ended} of {self.runs}: {name} {'finished' if outcome.error is None else 'failed'}")
+
+    def say_kept(self) -> None:
+        """Say once how many runs there was nothing to do for."""
+        if self.kept:
+            self._say(f"{self.kept} of {self.runs} runs were finished before")
+            self.kept = 0
+
+    def _say(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def grid_progress(cells: Sequence[Cell]) -> Iterator[GridProgress]:
+    """Show the progress of a grid on standard error."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        show = GridProgress(cells, bar)
+        yield show
+        show.say_kept()
+
+
+def comparison_table(made: tables.Table, title: str, caption: str, width: int = 120) -> Table:
+    """Return methods side by side: the best of a column bold, what the spread does not separate from it with ≈."""
+    at = {name: i for i, name in enumerate(made.titles)}
+    # One data set and one target are said once, not in every row.
+    datasets, targets = ({str(row[at[name]]) for row in made.rows} for name in ("data set", "target %"))
+    first = [*(["data set"] if len(datasets) > 1 else []), "method"]
+    columns = [*first, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
+    goal = "target" if len(targets) > 1 else f"{min(targets)} %"
+    narrow = width < 120  # spreads and units then have lines of their own
+    padding = (0, 0 if narrow else 1, 0, 0)
+    shown = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=padding)
+    shown.show_edge = shown.pad_edge = False
+    for column in columns:
+        heading = COLUMNS[column].replace("target", goal) if column in COLUMNS else column
+        justify: Literal["left", "right"] = "left" if column in first else "right"
+        shown.add_column(heading.replace(" ", "\n", 1) if narrow else heading, justify=justify, overflow="fold")
+    for row in made.rows:
+        shown.add_row(*(_marked(row[at[column]], "\n± " if narrow else " ± ") for column in columns))
+    return shown
+
+
+def _marked(cell: str | tables.Cell, between: str) -> str:
+    if isinstance(cell, str):
+        return escape(cell)
+    text = str(cell).replace(" ± ", between)
+    return {tables.BEST: f"[bold]{text}[/bold]", tables.CLOSE: f"≈ {text}"}.get(cell.mark, text)
 
 
 def plan_table(plan: FactorPlan, title: str) -> Table:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.folder import DONE, RunFolder
 from tdpfed.errors import TDPFedError
@@ -32,6 +34,7 @@ class Outcome:
     path: Path
     kept: bool = False
     error: str | None = None
+    warnings: Sequence[str] = ()
 
 
 def run_cells(
@@ -43,34 +46,51 @@ def run_cells(
     on_round: Callable[[Session], None],
     on_end: Callable[[Outcome], None],
 ) -> list[Outcome]:
-    """Run the cells that are not finished; nothing is run where the folder holds another experiment."""
+    """Run the cells that are not finished; nothing is run where the folder holds another experiment.
+
+    Cells that were stopped go on from their last checkpoint, and so do those that failed. Ctrl-C is passed on.
+    """
     paths = {cell.name: folder / cell.name for cell in cells}
     if len(paths) < len(cells):
         raise TDPFedError(f"cells: {len(cells)} given, of which only {len(paths)} have different names")
     for cell in cells:
         _check(paths[cell.name], cell.config)
+    _make(folder)
     outcomes = {cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if _done(paths[cell.name])}
     for outcome in outcomes.values():
         on_end(outcome)
+    threads = torch.get_num_threads()  # a session may take fewer, and the next would think there are no more
     for group in _together([cell for cell in cells if cell.name not in outcomes]):
         on_start(group)
-        for cell, error in zip(group, _run([paths[c.name] for c in group], group, data_root, on_round), strict=True):
-            outcomes[cell.name] = Outcome(cell, paths[cell.name], error=None if error is None else str(error))
-            on_end(outcomes[cell.name])
+        try:
+            ended = _run(group, [paths[cell.name] for cell in group], data_root, on_round)
+        finally:
+            torch.set_num_threads(threads)
+        for outcome in ended:
+            outcomes[outcome.cell.name] = outcome
+            on_end(outcome)
     return [outcomes[cell.name] for cell in cells]
 
 
 def _run(
-    paths: Sequence[Path], cells: Sequence[Cell], data_root: Path | None, show: Callable[[Session], None]
-) -> Sequence[TDPFedError | None]:
+    cells: Sequence[Cell], paths: Sequence[Path], data_root: Path | None, show: Callable[[Session], None]
+) -> list[Outcome]:
+    sessions: list[Session] = []
+    errors: Sequence[Exception | None]
     try:
-        sessions = [
-            Session.resume(path, data_root) if path.exists() else Session.begin(cell.config, path, data_root)
-            for path, cell in zip(paths, cells, strict=True)
-        ]
-        return run_together(sessions, show)
-    except TDPFedError as error:
-        return [error] * len(cells)
+        for cell, path in zip(cells, paths, strict=True):
+            begun = _begun(path)
+            sessions.append(Session.resume(path, data_root) if begun else Session.begin(cell.config, path, data_root))
+        errors = run_together(sessions, show)
+        for session in [session for session in sessions if not session.summary]:
+            session.end()  # killed after its last round and before its summary
+    except (TDPFedError, MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is the last
+        errors = [error] * len(cells)
+    warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
+    return [
+        Outcome(cell, path, error=None if error is None else _line(error), warnings=said)
+        for cell, path, error, said in zip(cells, paths, errors, warnings, strict=True)
+    ]
 
 
 def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
@@ -85,7 +105,7 @@ def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
 
 def _check(path: Path, config: Config) -> None:
     """Refuse a folder that holds anything but this very run."""
-    if not path.exists():
+    if not _begun(path):
         return
     _, text = RunFolder.open(path)
     try:
@@ -103,3 +123,21 @@ def _done(path: Path) -> bool:
         return json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"] in DONE
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _begun(path: Path) -> bool:
+    """Whether there is anything of a run; an empty folder is what one leaves that was killed at once."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TDPFedError(f"--out: cannot write to {str(folder)!r} ({error.strerror})") from None
+
+
+def _line(error: Exception) -> str:
+    """Return an error as one line; one that is not of our own words with its kind."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, TDPFedError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -23,6 +23,7 @@ from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.experiment import prepare, threads
+from tdpfed.loggers import Loggers
 
 OnRound = Callable[[Simulation], None]
 Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRound]]
@@ -33,6 +34,7 @@ class Session:
 
     def __init__(self, config: Config, simulation: Simulation, folder: RunFolder) -> None:
         self.config, self.simulation, self.folder = config, simulation, folder
+        self.loggers = Loggers(config, folder.path)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self.records: list[Record] = []
         self.warnings: list[str] = []
@@ -44,6 +46,7 @@ class Session:
     def begin(cls, config: Config, path: Path, data_root: Path | None) -> "Session":
         """Start a new run in a new or empty folder; nothing is written before everything has been checked."""
         RunFolder.check(path)
+        Loggers.check(config)
         simulation = prepare(config, data_root)
         torch.set_num_threads(threads(config, simulation))
         return cls(config, simulation, RunFolder.create(path, to_toml(config)))
@@ -100,6 +103,7 @@ class Session:
             record = simulation.record(time.perf_counter() - self._began)
             self.folder.append(record)
             self.records.append(record)
+            self.loggers.record(record)
         self.folder.refuse(simulation.round, simulation.refused)
         every = self.config.checkpoint.every
         if self._changed is not None:
@@ -118,6 +122,7 @@ class Session:
             self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
         self.summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
         self.folder.finish(self.summary)
+        self.loggers.end(self.summary)
 
     @cached_property
     def _last(self) -> int:

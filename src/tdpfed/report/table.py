@@ -111,29 +111,37 @@ def cost_to(run: Run, target: float) -> tuple[Number, Number]:
     return None, None
 
 
-def results(groups: Sequence[Group]) -> Table:
-    """Return the groups' figures, those of one data set together, with the cost of reaching a common accuracy."""
+def reach(group: Group, target: Number) -> tuple[Stat, Stat]:
+    """Return :func:`cost_to` over the runs of a group; no means where one of them never got there."""
+    costs = [cost_to(run, target) if target is not None else (None, None) for run in group.counted]
+    return Stat.of([rounds for rounds, _ in costs]), Stat.of([sent for _, sent in costs])
+
+
+def results(groups: Sequence[Group], target: Number = None) -> Table:
+    """Return the groups' figures, those of one data set together, with the cost of reaching a common accuracy.
+
+    That is ``target``, a fraction, or what :func:`target_of` finds for each data set.
+    """
     rows: list[list[str | Cell]] = []
     for group in groups:
         rivals = [other for other in groups if other.dataset == group.dataset]
-        target = target_of(rivals)
-        costs = [cost_to(run, target) if target is not None else (None, None) for run in group.counted]
-        rounds, sent = (Stat.of([cost[i] for cost in costs]) for i in (0, 1))
+        goal = target_of(rivals) if target is None else target
+        rounds, sent = reach(group, goal)
         rows.append(
             [
                 group.dataset,
                 group.label,
                 f"{len(group.counted)}",
                 *(figures := cells(group, rivals))[:REACH_AT],
-                Cell(None if target is None else 100 * target),
+                Cell(None if goal is None else 100 * goal),
                 _cell(Column("", "", 1, 1), rounds),
                 _cell(Column("", "", 1e-6, 2), sent),
                 *figures[REACH_AT:],
                 group.status,
             ]
         )
-    titles, reach = [column.title for column in COLUMNS], ["target %", "rounds to target", "MB to target"]
-    titles = [*titles[:REACH_AT], *reach, *titles[REACH_AT:]]
+    titles, costs = [column.title for column in COLUMNS], ["target %", "rounds to target", "MB to target"]
+    titles = [*titles[:REACH_AT], *costs, *titles[REACH_AT:]]
     return Table(["data set", "method", "runs", *titles, "status"], rows)
 
 

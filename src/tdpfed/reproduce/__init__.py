@@ -1,5 +1,1 @@
 """The paper's experiments (section VII): its tables and figures made anew, its numbers beside ours."""
-
-from tdpfed.reproduce.experiment import reproduce
-
-__all__ = ["reproduce"]

@@ -3,44 +3,21 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tdpfed.config import load_config
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.grid import Cell, Outcome, run_cells
+from tdpfed.grid import Cell, Outcome
 from tdpfed.report.group import Group
 from tdpfed.report.read import read_runs
 from tdpfed.reproduce import tables
 from tdpfed.reproduce.figures import draw
 from tdpfed.reproduce.paper import STUDIES, TITLES, Study
-from tdpfed.session import Session
 
 Groups = dict[str, Group]
-
-
-def reproduce(
-    name: str,
-    folder: Path,
-    data_root: Path | None,
-    *,
-    tables_: Sequence[int] = (),
-    figures: Sequence[int] = (),
-    rounds: int | None = None,
-    seeds: int = 3,
-    settings: Sequence[str] = (),
-    on_start: Callable[[Sequence[Cell]], None],
-    on_round: Callable[[Session], None],
-    on_end: Callable[[Outcome], None],
-) -> tuple[list[Path], list[Outcome]]:
-    """Make tables and figures of the study on ``name`` (all where none are named); return the files and the runs."""
-    study = find(name)
-    wanted = choose(study, tables_, figures)
-    cells = cells_of(study, study.needed(*wanted), rounds, seeds, settings)
-    outcomes = run_cells(cells, folder / "runs", data_root, on_start=on_start, on_round=on_round, on_end=on_end)
-    return write(study, folder, outcomes, *wanted), outcomes
 
 
 def find(name: str) -> Study:

@@ -1,0 +1,117 @@
+"""Write what the code knows best into docs: every key of the configuration, every command and its options.
+
+``python docs/generate.py`` renews the part below the mark in ``configuration.md`` and ``command-line.md``;
+``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.cli import app
+from tdpfed.config import Config
+
+MARK = "<!-- Everything below is made by docs/generate.py: change the code and run it again. -->\n"
+KINDS: Mapping[Any, str] = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
+SIGNS = {"ge": "≥", "least": "≥", "gt": ">", "above": ">", "le": "≤", "most": "≤", "lt": "<"}
+
+
+def configuration() -> Iterator[str]:
+    """Yield the sections of the configuration with their keys; in ``algorithm`` a table for each method."""
+    for section, field in Config.model_fields.items():
+        if section == "algorithm":
+            yield "\n## algorithm\n\nThe method, and its hyper-parameters.\n\n"
+            yield _table("key", [("algorithm.name", _words(ALGORITHMS), "tdpfed", "the method")])
+            for name, algorithm in ALGORITHMS.items():
+                hints, found = get_type_hints(algorithm), algorithm.hyper_parameters()
+                rows = [
+                    (f"algorithm.{x.name}", _allowed(hints[x.name], x.metadata), x.default, x.metadata["doc"])
+                    for x in found
+                ]
+                yield f"\n### {name}\n\nWhat it does: [{name}](algorithms/{name}.md).\n\n{_table('key', rows)}"
+            continue
+        model: Any = field.annotation
+        rows = [
+            (f"{section}.{key}", _allowed(x.annotation, _bounds(x)), x.default, x.description)
+            for key, x in model.model_fields.items()
+        ]
+        yield f"\n## {section}\n\n{model.__doc__}\n\n{_table('key', rows)}"
+
+
+def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
+    """Yield the commands with their arguments and options, those of a group one by one."""
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from command_line(inner, f"{path} {name}")
+    if not hasattr(command, "commands"):
+        context = typer.Context(command, info_name=path)
+        arguments = [(x.metavar, x.help or "") for x in command.params if x.param_type_name == "argument"]
+        options = [x.get_help_record(context) for x in command.params if x.param_type_name == "option" and not x.hidden]
+        usage = " ".join([path, *(name for name, _ in arguments), "[OPTIONS]"])
+        rows = [(re.sub("<?(integer|int|float)>?$", "NUMBER", name, flags=re.I), help_) for name, help_ in options]
+        yield f"\n## {path}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{_table('option', [*arguments, *rows])}"
+
+
+def _allowed(hint: Any, bounds: Mapping[str, Any]) -> str:
+    """Return in words what a value may be."""
+    kind, parts = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
+    if kind is Literal:
+        return _words(parts)
+    if kind is Annotated:
+        return _allowed(parts[0], _bounds(parts[1]))
+    if kind in (list, tuple):
+        return f"list of {_allowed(parts[0], {})}"
+    if hint in KINDS:
+        given = [f"{SIGNS[name]} {_number(bounds[name])}" for name in SIGNS if bounds.get(name) is not None]
+        return " ".join([KINDS[hint], ", ".join(given)]).strip()
+    return "table" if kind in (dict, Mapping) else " or ".join(_allowed(part, bounds) for part in parts)
+
+
+def _bounds(field: Any) -> dict[str, Any]:
+    return {name: getattr(one, name) for one in field.metadata for name in SIGNS if hasattr(one, name)}
+
+
+def _number(value: float) -> str:
+    if value > 1e9:
+        return f"2^{value.bit_length() - 1}" if isinstance(value, int) else f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) or not value.is_integer() else f"{value:,.0f}"
+
+
+def _words(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _table(first: str, rows: Sequence[Sequence[Any]]) -> str:
+    titles = [first, "allowed", "default", "meaning"] if first == "key" else [first, "meaning"]
+    lines = [titles, ["---"] * len(titles)]
+    for name, *middle, meaning in rows:
+        if middle:
+            middle[1] = "not set" if middle[1] is None else f"`{json.dumps(middle[1])}`"
+        lines.append([f"`{name}`", *middle, re.sub(r"([*<$])", r"\\\1", " ".join(meaning.split()))])
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def pages() -> dict[Path, str]:
+    """Return each page as it should be: its own text up to the mark, then what is generated."""
+    made = {"configuration.md": configuration(), "command-line.md": command_line(typer.main.get_command(app))}
+    paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
+    return {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Renew the pages, or with ``--check`` name those that are out of date; return the exit status."""
+    changed = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
+    for path, text in changed.items():
+        sys.stdout.write(f"{path.name}: {'out of date' if '--check' in arguments else 'written'}\n")
+        if "--check" not in arguments:
+            path.write_text(text, encoding="utf-8")
+    return int("--check" in arguments and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

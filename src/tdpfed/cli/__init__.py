@@ -1,0 +1,50 @@
+"""The command line: thin, it turns arguments into calls of the library and results into tables or JSON.
+
+``--json`` prints one JSON object as the last line of standard output and nothing else there. Bad input is one line on
+standard error and exit status 2.
+"""
+
+import sys
+from typing import Annotated
+
+import torch
+import typer
+
+import tdpfed
+from tdpfed.cli import runs, tools
+from tdpfed.cli.base import app
+from tdpfed.errors import TDPFedError
+
+__all__ = ["app", "main", "runs", "tools"]
+
+
+def main() -> None:
+    """Run the command line; a :class:`TDPFedError` becomes a line on standard error and exit status 2."""
+    try:
+        app()
+    except TDPFedError as error:
+        _fail(str(error))
+    except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
+        if "allocate" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+            raise
+        _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no more to be had'})")
+
+
+def _fail(message: str) -> None:
+    print("error:", " ".join(message.splitlines()), file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tdpfed {tdpfed.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    del version

@@ -1,0 +1,48 @@
+"""What the commands share: the app, options that several take, and how they speak."""
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="tdpfed", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Communication-efficient personalised federated learning: clients keep their models, only CP factors travel.",
+)  # fmt: skip
+
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PRESET or FILE.toml]",
+        help="digits (default), mnist, mnist-paper, cifar10-paper, qmnist-writers, or your own TOML file.",
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the configuration; repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+DataRoot = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where data sets lie; then $TDPFED_DATA and the user cache.")
+]
+
+
+def find_own_code(*models: str) -> None:
+    """Let ``package.module:factory`` be found in the working directory, after everything that is installed."""
+    if any(":" in model for model in models):
+        sys.path.append(os.getcwd())
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Say something on standard error."""
+    for line in lines:
+        print(line, file=sys.stderr)  # noqa: T201
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object on standard output."""
+    typer.echo(json.dumps(value))

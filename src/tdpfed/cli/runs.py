@@ -1,0 +1,188 @@
+"""Commands that run things, and the one that shows what came out."""
+
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_own_code, print_json, tell
+from tdpfed.errors import TDPFedError
+
+
+@app.command()
+def run(
+    source: Source = None,
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the run; runs/NAME-ALGORITHM-SEED-TIME by default.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder from its last checkpoint.")
+    ] = None,
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Train a federation in simulation, and write a run folder; or go on with one that was stopped."""
+    from tdpfed.config import load_config
+    from tdpfed.display import progress, summary_table
+    from tdpfed.session import Session
+
+    if resume is not None:
+        if source is not None or set_ or out is not None:
+            raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
+        sys.path.append(os.getcwd())
+        session = Session.resume(resume, data_root)
+    else:
+        config = load_config(source or "digits", set_)
+        find_own_code(config.model.name)
+        algorithm, now = config.algorithm["name"], datetime.now()
+        name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+        session = Session.begin(config, out or Path("runs") / name, data_root)
+    tell(f"warning: {warning}" for warning in session.warnings)
+    summary = session.run(progress)
+    path = session.folder.path
+    if json_:
+        print_json({**summary, "folder": str(path)})
+    else:
+        Console().print(summary_table(summary, str(path)))
+    if summary["status"] == "interrupted":
+        tell([f"interrupted; go on with: tdpfed run --resume {path}"])
+        raise typer.Exit(130)
+
+
+@app.command()
+def compare(
+    source: Source = None,
+    algorithms: Annotated[
+        str, typer.Option(metavar="A,B,...", help="The methods; all: tdpfed,fedavg,fedavg_sar,pfedme,perfedavg,local.")
+    ] = "tdpfed,pfedme,fedavg,local",
+    seeds: Annotated[int, typer.Option(help="How many seeds, from run.seed on.")] = 3,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SECTION.KEY=V,W,...", help="Run each value of a setting; repeatable, all combinations."),
+    ] = None,
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the runs and results; runs/compare-NAME by default.")
+    ] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Accuracy whose cost is compared, as 0.95; what all runs reach by default.")
+    ] = None,
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Run methods side by side over several seeds, or go on with that; end with a table and a page."""
+    from tdpfed.compare import CAPTION, cells_of, check_target, conclude
+    from tdpfed.display import comparison_table, grid_progress
+    from tdpfed.grid import run_cells
+
+    check_target(target)
+    cells, notes = cells_of(source or "digits", algorithms, seeds, sweep or [], set_ or [])
+    tell(f"note: {note}" for note in notes)
+    find_own_code(*(cell.config.model.name for cell in cells))
+    folder = out or Path("runs") / f"compare-{Path(source or 'digits').stem}"
+    try:
+        with grid_progress(cells) as show:
+            outcomes = run_cells(cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end)
+    except KeyboardInterrupt:
+        tell(["interrupted; the same command goes on from here"])
+        raise typer.Exit(130) from None
+    made = conclude(outcomes, folder, target)
+    if json_:
+        print_json({"folder": str(folder), **made.as_json(), "notes": [*notes, *made.notes]})
+    elif made.groups:
+        title = f"{', '.join(dict.fromkeys(group.dataset for group in made.groups))}, seeds: {seeds}"
+        console = Console()
+        console.print(comparison_table(made.table, title, CAPTION, console.width))
+        typer.echo("\n".join(str(file) for file in made.files.values()))
+    tell(f"note: {note}" for note in made.notes)
+    tell(f"failed: {', '.join(names)}: {error}" for error, names in made.failed.items())
+    if made.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="mnist|cifar10", help="Which of the paper's data sets.")],
+    table: Annotated[list[int] | None, typer.Option(metavar="1..4", help="Only this table; repeatable.")] = None,
+    figure: Annotated[list[int] | None, typer.Option(metavar="2..5", help="Only this figure; repeatable.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds; the paper's 800 by default.")] = None,
+    seeds: Annotated[int, typer.Option(help="How often each experiment is run, from seed 0 on.")] = 3,
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to; results/NAME by default.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that the folder holds.")] = False,
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Make the paper's tables and figures anew, its numbers beside ours."""
+    from tdpfed.display import grid_progress
+    from tdpfed.grid import run_cells
+    from tdpfed.reproduce import experiment
+
+    study = experiment.find(name)
+    tables, figures = experiment.choose(study, table or (), figure or ())
+    cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
+    folder = out or Path("results") / name
+    if (folder / "runs").exists() and not resume:
+        raise TDPFedError(f"--out: {str(folder)!r} holds runs already; add --resume to go on, or give a new folder")
+    try:
+        with grid_progress(cells) as show:
+            outcomes = run_cells(
+                cells, folder / "runs", data_root, on_start=show.start, on_round=show.round, on_end=show.end
+            )
+    except KeyboardInterrupt:
+        tell(["interrupted; go on with the same command and --resume"])
+        raise typer.Exit(130) from None
+    files = experiment.write(study, folder, outcomes, tables, figures)
+    failed = {outcome.cell.name: outcome.error for outcome in outcomes if outcome.error is not None}
+    if json_:
+        print_json({"folder": str(folder), "files": [str(file) for file in files], "failed": failed})
+    else:
+        typer.echo("\n".join(str(file) for file in files))
+    tell(f"failed: {cell}: {error}" for cell, error in failed.items())
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or in progress.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; RUN/report.html for one run, else report.html.")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX)."
+        ),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Follow runs in progress: write the page anew as they go on.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Make one HTML page of runs that works offline: curves, clients, results, plan and configuration."""
+    from tdpfed.report import Report, follow, write_page
+    from tdpfed.report import export as write_exports
+
+    told: set[str] = set()
+
+    def tell_notes(made: Report) -> None:
+        follows = [f"following the run in {made.page}; Ctrl-C ends that"] if watch and made.running else []
+        new = [note for note in dict.fromkeys([*made.notes, *follows]) if note not in told]
+        told.update(new)
+        tell(f"note: {note}" for note in new)
+
+    made = follow(runs, out, tell_notes) if watch else write_page(runs, out)
+    tell_notes(made)
+    files = [] if export is None else write_exports(made.groups, export)
+    if json_:
+        print_json({"page": str(made.page), "files": [str(file) for file in files], "notes": list(made.notes)})
+    else:
+        typer.echo(f"{made.page}" + (f", and {len(files)} files in {export}" if files else ""))

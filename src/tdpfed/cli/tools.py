@@ -1,0 +1,132 @@
+"""Commands that look things up: keys of the configuration, factor plans, data sets."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
+from tdpfed.errors import TDPFedError
+
+data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List data sets, or download one.")
+app.add_typer(data, name="data")
+
+
+@app.command()
+def keys(
+    algorithm: Annotated[str, typer.Argument(metavar="[ALGORITHM]", help="Whose hyper-parameters to list.")] = "tdpfed",
+    json_: Json = False,
+) -> None:
+    """List every key of the configuration, with its default and its meaning."""
+    from tdpfed.config import describe
+
+    rows = describe(algorithm)
+    if json_:
+        print_json({key: {"default": default, "meaning": meaning} for key, default, meaning in rows})
+        return
+    table = Table("key", "default", "meaning")
+    for key, default, meaning in rows:
+        table.add_row(key, "-" if default is None else json.dumps(default), meaning)
+    Console().print(table)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="dnn, vgg8, ... or your own as package.module:factory.")
+    ],
+    compression: Annotated[float, typer.Option(help="Compression rate the ranks are chosen for.")] = 2.0,
+    rank: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN=R", help="Explicit rank of the matching parameters; repeatable."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Factorise only matching parameters; repeatable.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Keep matching parameters dense; repeatable.")
+    ] = None,
+    input_shape: Annotated[
+        str | None, typer.Option(metavar="C,H,W", help="Input shape without the batch; the model's own by default.")
+    ] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes; the model's own by default.")] = None,
+    json_: Json = False,
+) -> None:
+    """Show ranks, parameter counts and compression rate of each layer (the paper's Table I)."""
+    from tdpfed.display import plan_table
+    from tdpfed.models import from_spec
+    from tdpfed.plan import FactorPlan
+
+    shape = None if input_shape is None else [_whole("--input-shape", size) for size in input_shape.split(",")]
+    ranks = dict(_pair("--rank", text) for text in rank or [])
+    find_own_code(model)
+    # Shapes are enough, except that a factory of the user's own may want real tensors.
+    with torch.device("cpu" if ":" in model else "meta"):
+        built = from_spec(model, shape, classes)
+    made = FactorPlan.of(built, compression, ranks=ranks, include=include or ("*",), exclude=exclude or ())
+    if not json_:
+        Console().print(plan_table(made, f"{model}, compression {compression:g}"))
+        return
+    keys = ("name", "shape", "rank", "dense", "factored", "rate")
+    print_json(
+        {
+            "model": model,
+            "compression": compression,
+            "layers": [{key: getattr(row, key) for key in keys} for row in made.rows()],
+            "total": {"dense": made.dense.size, "factored": made.factors.size, "rate": made.compression_rate},
+        }
+    )
+
+
+@data.command("list")
+def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
+    """List the data sets: samples, shape, classes, and where they lie."""
+    from tdpfed.data import available
+
+    listings = available(data_root)
+    if json_:
+        print_json(
+            {name: {**asdict(entry), "path": entry.path and str(entry.path)} for name, entry in listings.items()}
+        )
+        return
+    table = Table("data set", "samples", "shape", "classes", "where")
+    for name, entry in listings.items():
+        where = "embedded" if entry.embedded else str(entry.path or "not here; tdpfed data get " + name)
+        samples = "-" if entry.samples is None else f"{entry.samples:,}"
+        table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
+    Console().print(table)
+
+
+@data.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set of `tdpfed data list`.")],
+    data_root: DataRoot = None,
+    json_: Json = False,
+) -> None:
+    """Find a data set or download it with a checksum, and read it once."""
+    from tdpfed.data import load
+
+    found = load(name, data_root)
+    result = {"name": found.name, "samples": len(found.y), "shape": found.x.shape[1:], "classes": found.classes}
+    if json_:
+        print_json(result)
+    else:
+        Console().print(", ".join(f"{key} {value}" for key, value in result.items()))
+
+
+def _pair(option: str, text: str) -> tuple[str, int]:
+    pattern, equals, number = text.partition("=")
+    if not (pattern and equals):
+        raise TDPFedError(f"{option}: {text!r} given, must be PATTERN=R, as in 'conv*.weight=16'")
+    return pattern, _whole(option, number)
+
+
+def _whole(option: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise TDPFedError(f"{option}: {text!r} given, must be a whole number") from None
