@@ -160,7 +160,7 @@ def test_a_folder_of_another_experiment_is_refused_before_anything_runs(
     with pytest.raises(TDPFedError, match=r"--out: .*config\.toml.* is damaged"):
         run(seeds(1), tmp_path)
     (tmp_path / "first").write_text("a file")
-    with pytest.raises(TDPFedError, match="no run folder"):
+    with pytest.raises(TDPFedError, match="is a file"):
         run([cell("first")], tmp_path)
     with pytest.raises(TDPFedError, match="cells: 2 given"):
         run([cell("same"), cell("same")], tmp_path)

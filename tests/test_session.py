@@ -118,6 +118,7 @@ def test_without_checkpoints_a_run_starts_again(tmp_path: Path) -> None:
     Session.begin(config, tmp_path / "run", None).run(silent)
     assert not (tmp_path / "run" / "checkpoints").exists()
     before = metrics(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()  # as one that was killed
     session = Session.resume(tmp_path / "run", None)
     assert session.simulation.round == 0
     session.run(silent)

@@ -39,7 +39,8 @@ def forward(cols: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[i
     kernels = weight.reshape(groups, -1, depth)
     y = kernels @ cols if bias is None else torch.baddbmm(bias.reshape(groups, -1, 1), kernels, cols)
     b, _, rows, columns = shape
-    return y.reshape(groups, -1, b, rows, columns).movedim(2, 0).reshape(b, -1, rows, columns)
+    # Contiguous as the library's own: what follows was recorded with views of that.
+    return y.reshape(groups, -1, b, rows, columns).movedim(2, 0).reshape(b, -1, rows, columns).contiguous()
 
 
 def backward(

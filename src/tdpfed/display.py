@@ -40,7 +40,9 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
             accuracy = records[-1].personalized_accuracy if records else None
             sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
             loss = "-" if current.train_loss is None else f"{current.train_loss:.4f}"
-            spent = "" if not records or records[-1].epsilon is None else f"  epsilon {records[-1].epsilon:.3f}"
+            last = records[-1] if records else None
+            private = last is not None and last.epsilon is not None
+            spent = f"  epsilon {last.epsilon:.3f} at round {last.round}" if last and private else ""
             state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB{spent}"
             bar.update(task, completed=current.round, state=state)
 

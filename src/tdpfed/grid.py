@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tdpfed.config import Config, parse_config, to_toml
-from tdpfed.engine.folder import DONE, RunFolder
+from tdpfed.engine.folder import CONFIG, RunFolder
 from tdpfed.errors import TDPFedError
 from tdpfed.session import Session, run_together
 
@@ -56,7 +56,9 @@ def run_cells(
     for cell in cells:
         _check(paths[cell.name], cell.config)
     _make(folder)
-    outcomes = {cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if _done(paths[cell.name])}
+    outcomes = {
+        cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
+    }
     for outcome in outcomes.values():
         on_end(outcome)
     threads = torch.get_num_threads()  # a session may take fewer, and the next would think there are no more
@@ -106,6 +108,7 @@ def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
 def _check(path: Path, config: Config) -> None:
     """Refuse a folder that holds anything but this very run."""
     if not _begun(path):
+        RunFolder.check(path)
         return
     _, text = RunFolder.open(path)
     try:
@@ -118,16 +121,9 @@ def _check(path: Path, config: Config) -> None:
         raise TDPFedError(f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give a new folder")
 
 
-def _done(path: Path) -> bool:
-    try:
-        return json.loads((path / "summary.json").read_text(encoding="utf-8"))["status"] in DONE
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def _begun(path: Path) -> bool:
-    """Whether there is anything of a run; an empty folder is what one leaves that was killed at once."""
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+    """Whether there is a run; what one leaves that was killed at once is none."""
+    return (path / CONFIG).exists()
 
 
 def _make(folder: Path) -> None:

@@ -33,9 +33,11 @@ def side_by_side(device: torch.device) -> Iterator[Lane]:
         with torch.cuda.stream(stream):
             yield
 
-    yield lane
-    for stream in used:
-        here.wait_stream(stream)
+    try:
+        yield lane
+    finally:
+        for stream in used:
+            here.wait_stream(stream)
 
 
 @cache

@@ -62,6 +62,15 @@ class Objective:
             parameter.data.copy_(values[name])
         return model.state_dict()
 
+    def computes_as(self, other: "Objective") -> bool:
+        """Whether another objective gives the same values: the same loss, and all but the trained parameters equal."""
+        mine, its = (
+            {name: value for name, value in one.model.state_dict().items() if name not in one.layout.names}
+            for one in (self, other)
+        )
+        same = self.layout == other.layout and self.loss is other.loss and mine.keys() == its.keys()
+        return same and all(torch.equal(value, its[name]) for name, value in mine.items())
+
     def activation_size(self, x: Tensor) -> int:
         """Return how many values the layers give per sample, counted on inputs ``(B, ...)``."""
         counts: list[int] = []

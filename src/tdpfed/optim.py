@@ -60,19 +60,20 @@ def _adam_kernel(
     a: Tensor, g: Tensor, state: State, beta1: float, beta2: float, size: float, floor: float
 ) -> tuple[Tensor, State]:
     """Adam's step as one kernel of a GPU instead of six."""
-    a, mean, square = _compiled_adam()(a, g, *state, b1=beta1, b2=beta2, size=size, least=floor)
+    a, mean, square = _compiled_adam()(a, g, *state, c1=1 - beta1, b2=beta2, c2=1 - beta2, size=size, least=floor)
     return a, (mean, square)
 
 
 @cache
 def _compiled_adam() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     code = """template <typename T>
-    void adam(T a, T g, T m, T v, T b1, T b2, T size, T least, T& next, T& mean, T& square) {
-        mean = m + (g - m) * (T(1) - b1);
-        square = v * b2 + g * g * (T(1) - b2);
+    void adam(T a, T g, T m, T v, T c1, T b2, T c2, T size, T least, T& next, T& mean, T& square) {
+        mean = m + (g - m) * c1;
+        square = v * b2 + g * g * c2;
         next = a - size * mean / (sqrt(square) + least);
     }"""
-    return torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=3, b1=0.0, b2=0.0, size=0.0, least=0.0)
+    scalars = dict.fromkeys(("c1", "b2", "c2", "size", "least"), 0.0)
+    return torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=3, **scalars)
 
 
 def adagrad(lr: float, eps: float = 1e-10) -> Optimizer:

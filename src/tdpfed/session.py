@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
-from tdpfed.engine.ensemble import Ensemble
+from tdpfed.engine.ensemble import Ensemble, error_of
 from tdpfed.engine.folder import RunFolder, summarize
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
@@ -67,7 +67,10 @@ class Session:
             snapshot, session.warnings = found
             restore(simulation, snapshot)
             session._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
+        elif folder.done:
+            raise TDPFedError(f"--resume: the run in {str(path)!r} is finished, and has no checkpoint to go on from")
         session.records = folder.rewind(simulation.round)
+        session.warnings = [*session.warnings, *folder.warnings]
         return session
 
     def run(self, progress: Progress) -> dict[str, Any]:
@@ -80,9 +83,11 @@ class Session:
                     self.after_round()
                     show(self.simulation)
         except BaseException as error:
-            self.end(error)
+            failed = error_of(partial(self.end, error))
             if not isinstance(error, KeyboardInterrupt):
                 raise
+            if failed is not None:
+                raise failed from None
         else:
             self.end()
         return self.summary
@@ -145,16 +150,15 @@ def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -
             now = [session for session in alive if session.simulation.round == behind]
             if now != group:
                 group, ensemble = now, Ensemble([session.simulation for session in now])
-            for session, error in zip(group, ensemble.step(), strict=True):
-                if error is None:
-                    session.after_round()
-                    show(session)
+            for session, stepped in zip(group, ensemble.step(), strict=True):
+                error = stepped or error_of(session.after_round)
                 if error is not None or not session.left:
-                    session.end(error)
+                    error = error_of(partial(session.end, error)) or error
                     errors[session] = error
                     alive.remove(session)
+                show(session)
     except BaseException as stop:
         for session in alive:
-            session.end(stop)
+            error_of(partial(session.end, stop))
         raise
     return list(errors.values())

@@ -11,9 +11,13 @@ import torch
 import small
 import tdpfed
 from tdpfed import Local, TDPFed
+from tdpfed.config import load_config
+from tdpfed.display import progress
 from tdpfed.engine.folder import RunFolder, device_name, summarize, worst_decile
 from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.uplink import Attack
 from tdpfed.errors import TDPFedError
+from tdpfed.session import Session
 
 KEYS = {
     "algorithm", "dataset", "model", "rounds", "seed", "clients", "personalized_accuracy", "global_accuracy",
@@ -125,3 +129,40 @@ def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path:
     assert RunFolder.open(tmp_path)[1] == "[run]\nrounds = 3\n"
     with pytest.raises(TDPFedError, match="already there and not empty"):
         RunFolder.check(tmp_path)
+
+
+def test_a_folder_with_records_but_no_configuration_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
+    with pytest.raises(TDPFedError, match="already there and not empty"):
+        RunFolder.create(tmp_path, "")
+
+
+def test_a_damaged_line_costs_itself_and_is_told(tmp_path: Path) -> None:
+    config = load_config("digits", ["run.rounds=4", "algorithm.tau=1", "algorithm.s_prime=1", "run.evaluate_every=1"])
+    Session.begin(config, tmp_path / "run", None).run(progress)
+    file = tmp_path / "run" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    newer = json.dumps(json.loads(lines[2]) | {"of_a_newer_version": 1})
+    file.write_text("\n".join([lines[0], lines[1][:20], newer, lines[3], '{"round": 5, "lo']) + "\n")
+    session = Session.resume(tmp_path / "run", None)
+    assert [record.round for record in session.records] == [1, 3, 4]
+    assert len(session.warnings) == 1
+    assert "line 2" in session.warnings[0]
+
+
+def test_a_finished_run_without_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    config = load_config("digits", ["run.rounds=2", "checkpoint.every=0", "algorithm.tau=1", "algorithm.s_prime=1"])
+    Session.begin(config, tmp_path / "run", None).run(progress)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(TDPFedError, match="is finished, and has no checkpoint"):
+        Session.resume(tmp_path / "run", None)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_hostile_clients_count_in_no_summary() -> None:
+    simulation = small.train(Local(**small.COMMON), 3, attack=Attack("label-flip", 0.4))
+    records = [simulation.record(0.0)]
+    honest = [records[0].client_accuracy[k] for k in simulation.honest.nonzero().flatten().tolist()]
+    assert summarize(simulation, records, model="mlp", status="finished")["worst_decile_accuracy"] == min(
+        accuracy for accuracy in honest if accuracy is not None
+    )

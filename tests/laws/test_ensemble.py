@@ -1,5 +1,6 @@
 """Runs computed together are the runs computed alone, to the bit on a CPU."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_too_many_for_one_computation_go_one_after_another(monkeypatch: pytest.M
 
 def test_what_differs_is_refused() -> None:
     data = small.federation()
-    with pytest.raises(TDPFedError, match="one algorithm on one device"):
+    with pytest.raises(TDPFedError, match="one algorithm on one device, and at the same round"):
         Ensemble([Simulation(small.mlp(), data, FedAvg()), Simulation(small.mlp(), data, PFedMe())])
     with pytest.raises(TDPFedError, match="none given"):
         Ensemble([])
@@ -84,3 +85,30 @@ def test_sessions_together_equal_sessions_alone_and_one_that_fails_stops_nobody_
         alone, together = (RunFolder(tmp_path / f"{how}-{seed}").rewind(99) for how in ("alone", "together"))
         assert [replace(r, seconds=0.0) for r in alone] == [replace(r, seconds=0.0) for r in together]
     assert run_together(sessions[:2], lambda _: None) == [None, None]  # nothing is left
+
+
+def test_runs_whose_frozen_parameters_differ_are_not_mixed_up() -> None:
+    def begun(seed: int) -> Simulation:
+        model = small.mlp(seed)
+        model.get_submodule("fc1").requires_grad_(False)
+        return Simulation(model, small.federation(seed=seed), FedAvg(**small.COMMON), seed=seed)
+
+    together, alone = Ensemble([begun(0), begun(1)]), [begun(0), begun(1)]
+    for _ in range(2):
+        assert together.step() == [None, None]
+        for simulation in alone:
+            simulation.step()
+    assert all(small.equal(one, other) for one, other in zip(together.simulations, alone, strict=True))
+
+
+def test_one_whose_folder_is_lost_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    settings = ["run.rounds=4", "algorithm.tau=1", "algorithm.s_prime=1"]
+    sessions = [
+        Session.begin(load_config("digits", [*settings, f"run.seed={seed}"]), tmp_path / str(seed), None)
+        for seed in (0, 1)
+    ]
+    shutil.rmtree(tmp_path / "0")
+    errors = run_together(sessions, lambda _: None)
+    assert "cannot write" in str(errors[0])
+    assert errors[1] is None
+    assert sessions[1].summary["status"] == "finished"

@@ -126,9 +126,10 @@ def reproduce(
     from tdpfed.reproduce import experiment
 
     study = experiment.find(name)
-    tables, figures = experiment.choose(study, table or (), figure or ())
-    cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
     folder = out or Path("results") / name
+    asked = experiment.choose(study, table or (), figure or ())
+    tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *asked))
+    cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
     if (folder / "runs").exists() and not resume:
         raise TDPFedError(f"--out: {str(folder)!r} holds runs already; add --resume to go on, or give a new folder")
     try:

@@ -79,7 +79,8 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
     theta = theta.reshape(clients, *mode_sizes(factors))
     factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
     rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
-    if theta.is_cuda and len(factors) > 1 and not any(tensor.requires_grad for tensor in (theta, *factors)):
+    few = len(factors) == 2 or (theta.is_cuda and len(factors) > 1)
+    if few and not any(tensor.requires_grad for tensor in (theta, *factors)):
         residual_grad_in_few_kernels(theta, factors, rows)
         return grads
     for start in range(0, clients, together):
@@ -96,8 +97,8 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
 def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
 
-    Half as much arithmetic again as :func:`residual_grad`'s way on a CPU, in a third of the kernels: a GPU, on which
-    small kernels wait for one another, is faster so.
+    For a matrix it is as much arithmetic as the other way, in half the kernels. From order 3 on it is half as much
+    again, in a third of the kernels: a GPU, on which small kernels wait for one another, is faster so.
     """
     sizes = mode_sizes(factors)
     cut = _cut(sizes)
@@ -106,8 +107,8 @@ def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: 
     residual = torch.baddbmm(matrix, left, right.mT, beta=-1)
     sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
     for side, unfolded, other in sides:
-        if len(side) == 1:
-            torch.bmm(unfolded, other, out=out[side.start])
+        if len(side) == 1 and theta.is_cuda:
+            torch.bmm(unfolded, other, out=out[side.start])  # a kernel less, but vmap does not know it
             continue
         for n, product in _walk(unfolded @ other, factors, side):
             out[n].copy_(product)

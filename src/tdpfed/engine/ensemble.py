@@ -27,16 +27,17 @@ class Ensemble:
         first = simulations[0]
         for other in simulations:
             same = (other.algorithm == first.algorithm, other.federation.device == first.federation.device)
-            if not all(same):
-                raise TDPFedError("simulations: computed together must be runs of one algorithm on one device")
+            if not all((*same, other.round == first.round)):
+                raise TDPFedError("simulations: must be runs of one algorithm on one device, and at the same round")
         self.simulations = list(simulations)
+        self._one_objective = all(first.objective.computes_as(other.objective) for other in simulations)
 
     def step(self) -> list[TDPFedError | None]:
         """Advance every simulation by a round; return what stopped each, None if nothing."""
         turns = [simulation.next_turn()[0] for simulation in self.simulations]
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
-        if runner.kind != "batched" or not 0 < clients <= (runner.chunk or runner.fitting):
-            return [_error_of(simulation.step) for simulation in self.simulations]
+        if runner.kind != "batched" or not self._one_objective or not 0 < clients <= (runner.chunk or runner.fitting):
+            return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.server, rows_of(simulation.private, turn.clients), as_state(turn)]
@@ -47,7 +48,7 @@ class Ensemble:
             rows = slice(begin, begin + len(turn.clients))
             parts = (together.private, together.upload, together.metrics)
             own = Outcome(*({name: value[rows] for name, value in part.items()} for part in parts))
-            errors.append(_error_of(partial(simulation.step, own)))
+            errors.append(error_of(partial(simulation.step, own if len(turn.clients) else None)))
             begin = rows.stop
         return errors
 
@@ -66,9 +67,10 @@ class Ensemble:
         return Graphed(self._computed)
 
 
-def _error_of(step: Callable[[], None]) -> TDPFedError | None:
+def error_of(action: Callable[[], None]) -> TDPFedError | None:
+    """Do it, and return what stopped it, None if nothing."""
     try:
-        step()
+        action()
     except TDPFedError as error:
         return error
     return None

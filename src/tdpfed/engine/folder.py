@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from tdpfed.wire import Rejected
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
+SUMMARY = "summary.json"
 DONE = ("finished", "privacy budget spent")
 """Ends that a run was meant to come to."""
 
@@ -34,6 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.warnings: list[str] = []  # what was found damaged
 
     @classmethod
     def create(cls, path: Path, config: str) -> "RunFolder":
@@ -59,21 +62,24 @@ class RunFolder:
     def rewind(self, round_: int) -> list[Record]:
         """Return the records up to a round; of them and of the refusals drop what came after, or was cut off."""
         self._rewind(REFUSALS, round_, dict)
-        return self._rewind(METRICS, round_, lambda line: Record(**line))
+        known = {field.name for field in fields(Record)}
+        return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}))
 
     def _rewind(self, name: str, round_: int, read: Callable[[dict[str, Any]], T]) -> list[T]:
         file, kept, found = self.path / name, "", []
         with _named_errors(self.path):
             if not file.exists():
                 return []
-            for text in file.read_text(encoding="utf-8").splitlines():
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            for number, text in enumerate(lines, 1):
                 try:
                     line = json.loads(text)
                     if line["round"] <= round_:
                         found.append(read(line))
                         kept += text + "\n"
                 except (ValueError, TypeError, KeyError):
-                    break
+                    if number < len(lines):  # the last may well have been cut off
+                        self.warnings.append(f"{name}: line {number} of {str(self.path)!r} is damaged and left out")
             _replace(file, kept)
         return found
 
@@ -83,8 +89,7 @@ class RunFolder:
         with _named_errors(path):
             if path.exists() and not path.is_dir():
                 raise TDPFedError(f"--out: {str(path)!r} is a file; give a new or empty folder")
-            left = {METRICS, f"{CONFIG}.part"}  # by one that was killed before it became a run
-            if path.exists() and any(entry.name not in left for entry in path.iterdir()):
+            if path.exists() and any(not _left_over(entry) for entry in path.iterdir()):
                 raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
 
     def append(self, record: Record) -> None:
@@ -104,10 +109,23 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())  # a checkpoint of this round may follow, and must not outlive it
 
+    @property
+    def done(self) -> bool:
+        """Whether the run in it has come to an end that it was meant to come to."""
+        try:
+            return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))["status"] in DONE
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, whole or not at all."""
         with _named_errors(self.path):
-            _replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+            _replace(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def _left_over(entry: Path) -> bool:
+    """Whether a file was left by a start that was killed before it became a run."""
+    return entry.name == f"{CONFIG}.part" or (entry.name == METRICS and entry.stat().st_size == 0)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -132,6 +150,7 @@ def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, 
     last = records[-1] if records else None
     personal = [r.personalized_accuracy for r in records if r.personalized_accuracy is not None]
     ledger, federation = simulation.ledger, simulation.federation
+    honest = simulation.honest.nonzero().flatten().tolist()
     return {
         "status": status,
         "algorithm": simulation.algorithm.name,
@@ -145,7 +164,7 @@ def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, 
         "local_accuracy": last.local_accuracy if last else None,
         "global_accuracy": last.global_accuracy if last else None,
         "best_personalized_accuracy": max(personal, default=None),
-        "worst_decile_accuracy": worst_decile(last.client_accuracy) if last else None,
+        "worst_decile_accuracy": worst_decile([last.client_accuracy[k] for k in honest]) if last else None,
         "train_loss": last.loss if last else None,
         "uplink_bytes": ledger.uplink,
         "downlink_bytes": ledger.downlink,

@@ -52,9 +52,10 @@ class Graphed:
         recording = self._kinds[kind]
         if recording is None and self._recordable:
             recording = self._kinds[kind] = self._record(states)
-            while sum(one is not None for one in self._kinds.values()) > RECORDINGS:
-                self._kinds.popitem(last=False)
         self._kinds.move_to_end(kind)
+        held = [other for other, one in self._kinds.items() if one is not None]
+        for oldest in held[:-RECORDINGS]:
+            self._kinds[oldest] = None  # its memory goes; it is recorded again when it comes back
         return self._function(*states) if recording is None else recording.replay(states)
 
     def _record(self, states: States) -> _Recording | None:

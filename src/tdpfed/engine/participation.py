@@ -35,15 +35,20 @@ class Participation:
             if getattr(self, field) < least:
                 raise TDPFedError(f"participation.{field}: {getattr(self, field)} given, must be at least {least}")
 
+    def draws(self, total: int) -> bool:
+        """Whether anything is left to chance: who is chosen of ``total``, or who is lost."""
+        return self.dropout > 0 or (self.clients is not None and self.clients < total)
+
     def draw(self, seed: int, number: int, total: int, attempt: int = 0) -> tuple[Tensor, Tensor]:
         """Return who of ``total`` reports and who trains in a round, ids ascending; the lost do neither."""
         everybody, wanted = torch.arange(total), total if self.clients is None else self.clients
+        again = (attempt,) if attempt else ()
         if self.sampling == "poisson":
-            drawn = uniform(key(seed, Stream.SELECT, number, attempt, everybody))
+            drawn = uniform(key(seed, Stream.SELECT, number, everybody, *again))
             chosen = everybody[drawn < wanted / total]
         else:
             chosen = everybody if wanted == total else choose(seed, Stream.SELECT, number, total, wanted, attempt)
-        kept = uniform(key(seed, Stream.DROP, number, attempt, everybody)) >= self.dropout
+        kept = uniform(key(seed, Stream.DROP, number, everybody, *again)) >= self.dropout
         trained = everybody if self.train == "all" else chosen
         lost = ~kept & torch.isin(everybody, chosen)
         return chosen[~lost[chosen]], trained[~lost[trained]]

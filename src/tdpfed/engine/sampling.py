@@ -95,7 +95,7 @@ def batch_indices(
 def choose(seed: int, stream: Stream, round_: int, population: int, count: int, attempt: int = 0) -> Tensor:
     """Return ``count`` of ``population`` client ids, ascending, drawn afresh each round and attempt."""
     positions = torch.arange(count)
-    drawn = permute(positions, torch.tensor(population), key(seed, stream, round_, attempt))
+    drawn = permute(positions, torch.tensor(population), key(seed, stream, round_, *((attempt,) if attempt else ())))
     return drawn.sort().values
 
 

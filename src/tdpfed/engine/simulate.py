@@ -131,7 +131,8 @@ class Simulation:
             if done:
                 self.round += 1
                 return
-            if self.participation.below_quorum == "stop":
+            repeat = self.participation.below_quorum == "repeat"
+            if not repeat or not self.participation.draws(self.federation.clients):
                 break
         raise below_quorum(self.round + 1, attempt + 1, uploads, self.participation, self.uplink.rule, self.refused)
 
@@ -234,8 +235,12 @@ class Simulation:
 
     @property
     def train_loss(self) -> float | None:
-        """The mean over clients of the last minibatch's loss; None if none trained."""
-        return None if self._trained is None else float(self._trained[1].metrics["loss"].double().mean())
+        """The mean over honest clients of the last minibatch's loss; None if none trained."""
+        if self._trained is None:
+            return None
+        clients, outcome = self._trained
+        losses = outcome.metrics["loss"][self.honest[clients.cpu()].to(clients.device)]
+        return float(losses.double().mean()) if len(losses) else None
 
     @cached_property
     def _samples_at_once(self) -> int:

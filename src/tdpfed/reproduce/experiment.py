@@ -38,6 +38,15 @@ def choose(study: Study, tables_: Sequence[int], figures: Sequence[int]) -> tupl
     return tuple(dict.fromkeys(tables_)), tuple(dict.fromkeys(figures))
 
 
+def with_earlier(folder: Path, tables_: Sequence[int], figures: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Return what to make so that nothing is lost that a folder's earlier calls have made."""
+    try:
+        made = json.loads((folder / "results.json").read_text(encoding="utf-8"))["made"]
+        return sorted({*tables_, *made["tables"]}), sorted({*figures, *made["figures"]})
+    except (OSError, ValueError, KeyError, TypeError):
+        return tables_, figures
+
+
 def cells_of(
     study: Study, runs: Sequence[str], rounds: int | None, seeds: int, settings: Sequence[str] = ()
 ) -> list[Cell]:
@@ -77,7 +86,8 @@ def write(
     files += [folder / "README.md", folder / "results.json", *images]
     files[len(made)].write_text(tables.to_page(study, made, images, origin, failed), encoding="utf-8")
     rows = {table.number: [tables.as_dict(line) for line in table.lines] for table in made}
-    result = {"provenance": origin, "tables": rows, "failed": failed}
+    asked = {"tables": wanted, "figures": figures}
+    result = {"provenance": origin, "made": asked, "tables": rows, "failed": failed}
     files[len(made) + 1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return files
 

@@ -18,7 +18,7 @@ WORDS = {
 }  # fmt: skip
 HEADS = (
     "", "paper", "ours", "of", "difference", "personalised", "global", "best personalised", "MB up per round",
-    "MB up in all", "seconds",
+    "MB up in all", "seconds", "seeds",
 )  # fmt: skip
 
 
@@ -92,6 +92,7 @@ def cells(line: Line) -> list[str]:
         line.row.label, _number(line.row.paper), _stat(line.ours), WORDS[line.row.accuracy],
         "-" if difference is None else f"{difference:+.2f}", _stat(line.personalized), _stat(line.global_),
         _stat(line.best), _number(per_round), _number(line.megabytes), _number(line.seconds.mean, 0),
+        str(line.seeds),
     ]  # fmt: skip
 
 
@@ -136,7 +137,8 @@ def to_page(
     parts.append(
         "Accuracies in per cent after the last round, mean ± standard deviation over seeds. `ours` is the accuracy the "
         "paper's number is held against, named in the next column. `best personalised` is the highest of a run's "
-        "evaluations. `local, after training` are clients' models before they are averaged.\n"
+        "evaluations. `local, after training` are clients' models before they are averaged. `seconds` of seeds that "
+        "were computed together are those of them all.\n"
     )
     parts += [f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}" for table in made]
     for image in images:
