@@ -33,6 +33,7 @@ CONFIG = """
 [run]
 rounds = {rounds}
 seed = 3
+threads = 2
 [data]
 name = "synthetic"
 clients = 9
@@ -40,7 +41,7 @@ max_samples = 40
 [model]
 name = "dnn"
 [participation]
-clients = 2
+clients = 7
 dropout = 0.1
 [checkpoint]
 every = 1

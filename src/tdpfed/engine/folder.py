@@ -7,9 +7,11 @@ when its round is done, so what is finished is there whatever happens next. The 
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,8 +177,26 @@ def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, 
         "compression_rate": simulation.compression_rate,
         "seconds": last.seconds if last else None,
         "device": device_name(federation.device),
+        "commit": source_commit(),
         "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+@cache
+def source_commit() -> str | None:
+    """Return the commit of the source tree where the package is run from one; ``+`` marks changes to it."""
+    here = Path(tdpfed.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):  # some other project's tree, in which the package is installed
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def worst_decile(accuracies: Sequence[float | None]) -> float | None:

@@ -1,7 +1,6 @@
 """Run what a study needs, and write its tables, figures and provenance into one folder."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from tdpfed.config import load_config
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.grid import Cell, Outcome
 from tdpfed.report.group import Group
-from tdpfed.report.read import read_runs
+from tdpfed.report.read import SUMMARY, Run, read_runs
 from tdpfed.reproduce import tables
 from tdpfed.reproduce.figures import draw
 from tdpfed.reproduce.paper import STUDIES, TITLES, Study
@@ -97,7 +96,7 @@ def provenance(groups: Groups) -> dict[str, Any]:
     runs = [run for group in groups.values() for run in group.runs]
     return {
         "command": " ".join(["tdpfed", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commits": sorted({commit for run in runs if (commit := _summary(run).get("commit"))}),
         "devices": sorted({run.texts.get("device", "unknown") for run in runs}),
         "versions": sorted({", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in runs}),
         "seeds": sorted({int(run.setting("run.seed")) for run in runs}),
@@ -107,15 +106,6 @@ def provenance(groups: Groups) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
-    """Return the commit of the source tree, where this is one; ``+`` marks changes."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no", ".")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def _summary(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.path / SUMMARY).read_text(encoding="utf-8"))
+    return found

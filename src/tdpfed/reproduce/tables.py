@@ -147,7 +147,8 @@ def to_page(
     if failed:
         parts.append("## Runs that failed\n\n" + "".join(f"- {line}\n" for line in failed))
     parts.append(
-        f"## Where this comes from\n\n- command: `{origin['command']}`\n- commit: {origin['commit']}\n"
+        f"## Where this comes from\n\n- command: `{origin['command']}`\n"
+        f"- commit: {', '.join(origin['commits']) or 'unknown'}\n"
         f"- device: {', '.join(origin['devices'])}\n- versions: {'; '.join(origin['versions'])}\n"
         f"- seeds: {', '.join(map(str, origin['seeds']))}\n- date: {origin['date']}\n"
     )
