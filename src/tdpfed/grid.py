@@ -118,7 +118,9 @@ def _check(path: Path, config: Config) -> None:
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        raise TDPFedError(f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give a new folder")
+        raise TDPFedError(
+            f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give another folder with --out"
+        )
 
 
 def _begun(path: Path) -> bool:

@@ -130,7 +130,7 @@ def reproduce(
     asked = experiment.choose(study, table or (), figure or ())
     tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *asked))
     cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
-    if (folder / "runs").exists() and not resume:
+    if not resume and (folder / "runs").is_dir() and any((folder / "runs").iterdir()):
         raise TDPFedError(f"--out: {str(folder)!r} holds runs already; add --resume to go on, or give a new folder")
     try:
         with grid_progress(cells) as show:

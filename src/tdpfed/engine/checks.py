@@ -94,7 +94,7 @@ def check_model(objective: Objective, data: Federation) -> None:
         ) from error
 
 
-def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm) -> None:
+def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: str | None) -> None:
     """Stop a run that diverges, with the round, a client and the learning rates to lower."""
     values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
     bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
@@ -103,6 +103,7 @@ def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm) -> None:
         raise TDPFedError(
             f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
             f"the run diverges; lower the learning rates ({rates})"
+            + (f", or meet robust.attack {attack!r} with another setting of [robust]" if attack else "")
         )
 
 
