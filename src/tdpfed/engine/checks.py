@@ -8,7 +8,7 @@ from tdpfed.algorithms.base import Algorithm, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.runners import Outcome
-from tdpfed.engine.uplink import Uplink
+from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
 from tdpfed.objective import Objective
 from tdpfed.wire import Rejected
@@ -94,7 +94,7 @@ def check_model(objective: Objective, data: Federation) -> None:
         ) from error
 
 
-def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: str | None) -> None:
+def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
     """Stop a run that diverges, with the round, a client and the learning rates to lower."""
     values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
     bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
@@ -103,7 +103,7 @@ def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: str
         raise TDPFedError(
             f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
             f"the run diverges; lower the learning rates ({rates})"
-            + (f", or meet robust.attack {attack!r} with another setting of [robust]" if attack else "")
+            + (f", or meet robust.attack {attack.kind!r} with another setting of [robust]" if attack else "")
         )
 
 

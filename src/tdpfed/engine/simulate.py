@@ -146,7 +146,7 @@ class Simulation:
         turn, reported = self.next_turn(attempt)
         if len(turn.clients):
             outcome = outcome or self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
-            check_finite(outcome, turn, self.algorithm, self.uplink.attack and self.uplink.attack.kind)
+            check_finite(outcome, turn, self.algorithm, self.uplink.attack)
         server, count = self.server, 0
         if self.algorithm.communicates:
             arrived = self._arrived(outcome, turn, reported)
