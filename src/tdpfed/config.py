@@ -41,7 +41,7 @@ class Run(Section):
         "auto", description="CPU threads; auto: all, but one where the model is too small to share"
     )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="clients computed together, by each thread; auto: as many as fit"
+        "auto", description="clients computed together; auto: as many as fit"
     )
     loggers: list[Literal["tensorboard", "mlflow"]] = Field([], description="where else records go, as a list")
 

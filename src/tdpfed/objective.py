@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -145,32 +144,25 @@ def replayed(function: Gradient) -> Gradient:
 
     Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. A
     function that cannot be recorded (its path depends on values) is called as it is. What a model's ``forward`` does
-    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept. Threads may share it.
+    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept.
     """
     recorded: OrderedDict[tuple[object, ...], Gradient] = OrderedDict()
-    turn = Lock()  # recording, and calling a model as a function, change global state for a while
-
-    def in_turn(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        with turn:
-            return function(theta, x, y)
 
     def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
         return function(theta, x, y)
 
     def call(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
-        with turn:
-            if kind not in recorded:
-                try:
-                    graph = make_fx(record)(theta, x, y)
-                    recorded[kind] = as_products(graph) if theta.is_cuda else graph
-                except (MemoryError, torch.OutOfMemoryError):
-                    raise
-                except Exception:  # whatever stops recording, calling it shows the real error if there is one
-                    recorded[kind] = in_turn
-                if len(recorded) > RECORDINGS:
-                    recorded.popitem(last=False)
-            replay = recorded[kind]
-        return replay(theta, x, y)
+        if kind not in recorded:
+            try:
+                graph = make_fx(record)(theta, x, y)
+                recorded[kind] = as_products(graph) if theta.is_cuda else graph
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # whatever stops recording, calling it shows the real error if there is one
+                recorded[kind] = function
+            if len(recorded) > RECORDINGS:
+                recorded.popitem(last=False)
+        return recorded[kind](theta, x, y)
 
     return call

@@ -1,13 +1,11 @@
 """Batched equals loop; chunks equal the whole bit for bit; the same seed gives the same bits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import small
-from tdpfed import objective
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.result import simulate
@@ -133,38 +131,3 @@ def test_a_client_does_not_depend_on_its_company(name: str, runner: Any) -> None
         for key, value in some.items():
             for row, client in enumerate(company):
                 assert torch.equal(value[row], whole[key][client]), (key, company)
-
-
-@pytest.mark.parametrize("model", small.MODELS)
-@pytest.mark.parametrize("name", small.variants())
-def test_a_thread_for_each_group_of_clients_gives_the_same_bits(name: str, model: str, threads: int) -> None:
-    data = small.federation(11, dtype=torch.float32)
-    torch.set_num_threads(1)
-    alone = small.train(small.variants()[name], 3, model=model, data=data)
-    torch.set_num_threads(threads)
-    together = small.train(small.variants()[name], 3, model=model, data=data)
-    cut = small.train(small.variants()[name], 3, model=model, data=data, chunk=4)
-    assert torch.get_num_threads() == threads
-    assert small.equal(alone, together)
-    assert small.equal(alone, cut)
-
-
-def test_threads_may_share_a_model_that_cannot_be_recorded(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradient is then called as it is, which changes the model for a while: one thread at a time."""
-
-    def refuse(_: Any) -> Any:
-        raise RuntimeError("cannot be recorded")
-
-    monkeypatch.setattr(objective, "make_fx", refuse)
-    runs = []
-    for number in (1, threads):
-        torch.set_num_threads(number)
-        runs.append(small.train(FedAvg(tau=20, batch_size=4), 3, data=small.federation(9)))
-    assert small.equal(*runs)
-
-
-@pytest.fixture(params=[2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    yield request.param
-    torch.set_num_threads(before)

@@ -1,14 +1,12 @@
 """Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
 
 Both execute the same functions of the algorithm on the same minibatches, and agree up to rounding. The batched runner
-takes clients in chunks, on a CPU one for each thread; a client's bits do not depend on its company, so any chunking
-gives the same result there.
+takes clients in chunks; a client's bits do not depend on its company, so any chunking gives the same result on a CPU.
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -49,26 +47,15 @@ class Runner:
     objective: Objective
     federation: Federation
     kind: RunnerName = "batched"
-    chunk: int | None = None  # clients computed together, by each thread; None: as many as fit
+    chunk: int | None = None  # clients computed together; None: as many as fit
     graphs: bool = True  # on a GPU: record a round and replay it
 
     def run(self, server: State, private: State, turn: Turn) -> Outcome:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
         if self.kind == "loop":
             return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-        count, threads = len(turn.clients), torch.get_num_threads()
-        if turn.clients.is_cuda or threads == 1:
-            groups = _chunks(count, self.chunk or self.fitting)
-            return _joined([self._together(server, private, turn, rows) for rows in groups])
-        # A thread for each group of clients: nothing waits for the slower half of a small matrix product, and what a
-        # client comes to does not depend on how many threads there are.
-        workers = min(threads, -(-count // LEAST_TOGETHER))
-        size = self.chunk or max(1, min(-(-count // workers), self.fitting // workers))
-        try:
-            with ThreadPoolExecutor(workers, initializer=partial(torch.set_num_threads, 1)) as pool:
-                return _joined(list(pool.map(partial(self._together, server, private, turn), _chunks(count, size))))
-        finally:
-            torch.set_num_threads(threads)  # threads that others start would have one from now on
+        size = self.chunk or self.fitting
+        return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
 
     def batches(self, turn: Turn) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""
