@@ -61,7 +61,9 @@ def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.
     simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1, s=1, s_prime=1))
     records: list[Record] = []
     with display.progress(simulation, 2, records) as on_round:
-        records.extend(simulation.run(2, 1, on_round))
+        for record in simulation.run(2):
+            records.append(record)
+            on_round(simulation)
     for words in ("tdpfed on", "accuracy", "loss", "MB", "2/2"):
         assert words in screen.getvalue()
 

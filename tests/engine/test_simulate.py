@@ -30,14 +30,6 @@ def test_a_record_every_so_many_rounds_and_after_the_last(rounds: int, every: in
     assert seconds == sorted(seconds)
 
 
-def test_on_round_is_called_after_every_round_and_its_record() -> None:
-    simulation = Simulation(small.mlp(), small.federation(), FedAvg(**FAST))
-    rounds: list[int] = []
-    seen = [(record.round, rounds[:]) for record in simulation.run(4, 2, lambda now: rounds.append(now.round))]
-    assert seen == [(2, [1]), (4, [1, 2, 3])]
-    assert rounds == [1, 2, 3, 4]
-
-
 def test_a_run_goes_on_where_it_stopped() -> None:
     parted = Simulation(small.mlp(), small.federation(), TDPFed(**small.TDPFED))
     records = [*parted.run(2), *parted.run(1)]

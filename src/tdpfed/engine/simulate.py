@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -88,29 +88,20 @@ class Simulation:
         self.refused: list[Rejected] = []  # in the last round that was tried
         self._trained: tuple[Tensor, Outcome] | None = None
 
-    def run(
-        self,
-        rounds: int,
-        evaluate_every: int = 1,
-        on_round: Callable[["Simulation"], None] | None = None,
-        seconds: float = 0.0,
-    ) -> Iterator[Record]:
+    def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
-        A privacy budget may end it sooner (:meth:`affordable`).
-        Rounds whose diagnostics were asked for have a record too. ``on_round`` is called after every round, when its
-        record, if it has one, is with the caller. ``seconds`` is what went before.
+        Rounds whose diagnostics were asked for have a record too. A privacy budget may end it sooner
+        (:meth:`affordable`).
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
                 raise TDPFedError(f"{name}: {value!r} given, must be a whole number of at least 1")
-        began, last = time.perf_counter() - seconds, self.affordable(self.round + rounds)
+        began, last = time.perf_counter(), self.affordable(self.round + rounds)
         while self.round < last:
             self.step()
             if self.due(evaluate_every, self.round == last):
                 yield self.record(time.perf_counter() - began)
-            if on_round is not None:
-                on_round(self)
 
     def due(self, evaluate_every: int, last: bool) -> bool:
         """Whether the round that was just run is to be recorded: every so many, the last, and those diagnosed."""
