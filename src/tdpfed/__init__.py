@@ -1,18 +1,24 @@
-"""Communication-efficient personalised federated learning: every client keeps its own model, only CP factors travel."""
+"""Communication-efficient personalised federated learning: every client keeps its own model, only CP factors travel.
+
+Names are fetched from their modules when they are first used, so that what needs no PyTorch does not wait for it.
+"""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 # A matrix product's last bits must not depend on where in memory it lies, or a client's would depend on its company.
 # MKL promises that in this mode, at no measurable cost; it reads the variable before its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
-from tdpfed.data import Federation, make_federation
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.result import Result, simulate
-from tdpfed.errors import TDPFedError
-from tdpfed.nn import densify, tensorize
-from tdpfed.plan import FactorPlan
+if TYPE_CHECKING:
+    from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+    from tdpfed.data import Federation, make_federation
+    from tdpfed.engine.participation import Participation
+    from tdpfed.engine.result import Result, simulate
+    from tdpfed.errors import TDPFedError
+    from tdpfed.nn import densify, tensorize
+    from tdpfed.plan import FactorPlan
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,28 @@ __all__ = [
     "simulate",
     "tensorize",
 ]
+
+if not TYPE_CHECKING:  # a type checker reads the imports above instead
+    _NAMES = {
+        "tdpfed.algorithms": ("FedAvg", "FedAvgSAR", "Local", "PFedMe", "PerFedAvg", "TDPFed"),
+        "tdpfed.data": ("Federation", "make_federation"),
+        "tdpfed.engine.participation": ("Participation",),
+        "tdpfed.engine.result": ("Result", "simulate"),
+        "tdpfed.errors": ("TDPFedError",),
+        "tdpfed.nn": ("densify", "tensorize"),
+        "tdpfed.plan": ("FactorPlan",),
+    }
+    _MODULES = ("aggregate", "algorithms", "cp", "data", "engine", "errors", "layout", "models", "nn", "objective")
+    _MODULES += ("optim", "plan", "privacy", "wire")
+
+    def __getattr__(name):
+        for module, names in _NAMES.items():
+            if name in names:
+                globals()[name] = found = getattr(import_module(module), name)
+                return found
+        if name in _MODULES:
+            return import_module(f"tdpfed.{name}")
+        raise AttributeError(f"module 'tdpfed' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__, *_MODULES})

@@ -7,7 +7,6 @@ standard error and exit status 2.
 import sys
 from typing import Annotated
 
-import torch
 import typer
 
 import tdpfed
@@ -21,10 +20,12 @@ __all__ = ["app", "main", "runs", "tools"]
 def main() -> None:
     """Run the command line; a :class:`TDPFedError` becomes a line on standard error and exit status 2."""
     try:
-        app()
+        app(prog_name="tdpfed")
     except TDPFedError as error:
         _fail(str(error))
     except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
+        import torch
+
         if "allocate" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
         _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no more to be had'})")

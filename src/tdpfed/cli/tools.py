@@ -4,7 +4,6 @@ import json
 from dataclasses import asdict
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -57,6 +56,8 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Show ranks, parameter counts and compression rate of each layer (the paper's Table I)."""
+    import torch
+
     from tdpfed.display import plan_table
     from tdpfed.models import from_spec
     from tdpfed.plan import FactorPlan
