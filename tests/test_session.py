@@ -46,8 +46,9 @@ def assert_same(left: Path, right: Path) -> None:
     assert one is not None
     assert other is not None
     assert one[0].round == other[0].round == 9
-    for place in ("server", "private"):
-        mine, theirs = getattr(one[0], place), getattr(other[0], place)
+    everybody = torch.arange(one[0].private.clients)
+    rows = [found[0].private.rows(everybody) for found in (one, other)]
+    for mine, theirs in ((one[0].server, other[0].server), (rows[0], rows[1])):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert one[0].meta == other[0].meta

@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from tdpfed.algorithms import ALGORITHMS, Algorithm
 from tdpfed.errors import TDPFedError, unknown
-
-
-class Section(BaseModel):
-    """A section of the configuration; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
+from tdpfed.sections import Engine, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -34,6 +28,7 @@ class Run(Section):
     rounds: int = Field(50, ge=1, description="communication rounds")
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw follows from it")
     evaluate_every: int = Field(1, ge=1, description="evaluate after every so many rounds, and after the last")
+    evaluate_clients: int | None = Field(None, ge=1, description="evaluate only so many clients, drawn by the seed")
     diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if there is one")
     runner: Literal["batched", "loop"] = Field("batched", description="all clients at once, or one after another")
@@ -144,12 +139,13 @@ class Config(Section):
     run: Run = Run()
     data: Data = Data()
     model: Model = Model()
-    algorithm: dict[str, Any] = {}
+    algorithm: dict[str, Any] = Field({})
     participation: Participation = Participation()
     wire: Wire = Wire()
     robust: Robust = Robust()
     privacy: Privacy = Privacy()
     checkpoint: Checkpoint = Checkpoint()
+    engine: Engine = Engine()
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters."""

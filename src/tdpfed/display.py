@@ -49,6 +49,13 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
         yield on_round
 
 
+@contextmanager
+def no_progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
+    """Show nothing."""
+    del simulation, rounds, records
+    yield lambda _: None
+
+
 class GridProgress:
     """One bar for all runs of a grid and one for what runs now, where there is a terminal; a line per finished run."""
 

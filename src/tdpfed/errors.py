@@ -16,6 +16,10 @@ class QuorumError(TDPFedError):
     """A round had fewer accepted uploads than it needs, as often as it may be tried."""
 
 
+class RankError(TDPFedError):
+    """Another process of a run in several processes is gone."""
+
+
 def unknown(field: str, value: object, allowed: Iterable[str]) -> TDPFedError:
     """Return the error for a name outside ``allowed``, with the nearest name as a suggestion."""
     names = sorted(allowed)

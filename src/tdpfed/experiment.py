@@ -11,6 +11,7 @@ from tdpfed.config import Config, Data
 from tdpfed.data import make_federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulate import Simulation
 from tdpfed.engine.uplink import Attack
 from tdpfed.errors import TDPFedError
@@ -18,12 +19,19 @@ from tdpfed.models import from_spec
 from tdpfed.privacy import Privacy
 
 SMALL = 500_000
-"""Parameters of all clients together up to which one thread does."""
+"""Parameters of all clients of a round together up to which one thread does."""
 
 
-def prepare(config: Config, data_root: Path | None = None) -> Simulation:
-    """Load and deal the data, build the model, and return the simulation at round 0; nothing is written."""
+def prepare(
+    config: Config, data_root: Path | None = None, state_folder: Path | None = None, ranks: Ranks = ALONE
+) -> Simulation:
+    """Load and deal the data, build the model, and return the simulation at round 0; nothing is written.
+
+    State that does not fit into memory goes to the disk of ``state_folder``. Of several ``ranks`` this is one.
+    """
     device, seed = config.device(), config.run.seed
+    if device.type == "cuda":
+        ranks.check_devices()
     data = config.data.model_dump(exclude={"name", "seed"})
     with _full_names():
         federation = make_federation(
@@ -44,6 +52,10 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
         attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
         privacy=_privacy(config),
+        evaluate_clients=config.run.evaluate_clients,
+        state=config.engine.state,
+        state_folder=state_folder,
+        ranks=ranks,
     )
 
 
@@ -75,5 +87,7 @@ def threads(config: Config, simulation: Simulation) -> int:
     """Return how many CPU threads to use: on small vectors a second one costs more in waiting than it computes."""
     if config.run.threads != "auto":
         return config.run.threads
-    values = simulation.federation.clients * simulation.objective.layout.size
+    asked = config.participation
+    clients = simulation.federation.clients if asked.train == "all" or asked.clients is None else asked.clients
+    values = clients * simulation.objective.layout.size
     return torch.get_num_threads() if values > SMALL else 1

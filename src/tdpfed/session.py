@@ -8,6 +8,7 @@ import time
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch import Tensor
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.ensemble import Ensemble, error_of
-from tdpfed.engine.folder import RunFolder, summarize
+from tdpfed.engine.folder import NoFolder, RunFolder, summarize
+from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.records import Record
+from tdpfed.engine.sharing import lent, load_for_all
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.experiment import prepare, threads
@@ -34,6 +37,7 @@ class Session:
 
     def __init__(self, config: Config, simulation: Simulation, folder: RunFolder) -> None:
         self.config, self.simulation, self.folder = config, simulation, folder
+        self.ranks = simulation.ranks
         self.loggers = Loggers(config, folder.path)
         self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
         self.records: list[Record] = []
@@ -43,35 +47,48 @@ class Session:
         self._changed: Tensor | None = None  # None: no checkpoint yet, everything is to be saved
 
     @classmethod
-    def begin(cls, config: Config, path: Path, data_root: Path | None) -> "Session":
+    def begin(cls, config: Config, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
         """Start a new run in a new or empty folder; nothing is written before everything has been checked."""
-        RunFolder.check(path)
-        Loggers.check(config)
-        simulation = prepare(config, data_root)
-        torch.set_num_threads(threads(config, simulation))
-        return cls(config, simulation, RunFolder.create(path, to_toml(config)))
+        with ranks.agreement():
+            if ranks.leads:
+                RunFolder.check(path)
+                Loggers.check(config)
+            simulation = prepare(config, data_root, path, ranks)
+            torch.set_num_threads(threads(config, simulation))
+        with ranks.agreement():
+            folder = RunFolder.create(path, to_toml(config)) if ranks.leads else NoFolder(path)
+        return cls(config, simulation, folder)
 
     @classmethod
-    def resume(cls, path: Path, data_root: Path | None) -> "Session":
+    def resume(cls, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
         """Go on with the run in a folder from its newest good checkpoint, or from the start where there is none."""
-        folder, text = RunFolder.open(path)
-        try:
-            config = parse_config(tomllib.loads(text))
-        except (tomllib.TOMLDecodeError, TDPFedError) as error:
-            raise TDPFedError(f"--resume: {str(path / 'config.toml')!r} is damaged ({error})") from None
-        simulation = prepare(config, data_root)
-        torch.set_num_threads(threads(config, simulation))
-        session = cls(config, simulation, folder)
-        found = session.checkpoints.load(simulation.federation.device)
-        if found is not None:
-            snapshot, session.warnings = found
-            restore(simulation, snapshot)
-            session._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
-        elif folder.done:
-            raise TDPFedError(f"--resume: the run in {str(path)!r} is finished, and has no checkpoint to go on from")
-        session.records = folder.rewind(simulation.round)
-        session.warnings = [*session.warnings, *folder.warnings]
+        with ranks.agreement():
+            folder, text = RunFolder.open(path) if ranks.leads else (NoFolder(path), "")
+        text = ranks.broadcast(text.encode()).decode()  # the others need not see the folder
+        with ranks.agreement():
+            try:
+                config = parse_config(tomllib.loads(text))
+            except (tomllib.TOMLDecodeError, TDPFedError) as error:
+                raise TDPFedError(f"--resume: {str(path / 'config.toml')!r} is damaged ({error})") from None
+            simulation = prepare(config, data_root, path, ranks)
+            torch.set_num_threads(threads(config, simulation))
+            session = cls(config, simulation, folder)
+        with ranks.agreement():
+            session._load()
+            session.records = folder.rewind(simulation.round)
+            session.warnings += folder.warnings
         return session
+
+    def _load(self) -> None:
+        """Put the simulation where the newest good checkpoint is; of several ranks the first reads it for all."""
+        found = load_for_all(self.checkpoints, self.simulation)
+        if found is not None:
+            snapshot, self.warnings = found
+            restore(self.simulation, snapshot, take=True)
+            self._changed = torch.zeros(self.simulation.federation.clients, dtype=torch.bool)
+        elif self.folder.done:
+            path = str(self.folder.path)
+            raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to go on from")
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Run to the last round and return the summary; it is written whatever happens."""
@@ -108,14 +125,17 @@ class Session:
             record = simulation.record(time.perf_counter() - self._began)
             self.folder.append(record)
             self.records.append(record)
-            self.loggers.record(record)
+            if self.ranks.leads:
+                self.loggers.record(record)
         self.folder.refuse(simulation.round, simulation.refused)
         every = self.config.checkpoint.every
         if self._changed is not None:
             self._changed[simulation.trained.cpu()] = True
         if every and (simulation.round % every == 0 or last):
             changed = None if self._changed is None else self._changed.nonzero().flatten()
-            self.checkpoints.save(snapshot_of(simulation), changed)
+            with self.ranks.agreement(), lent(simulation.store) as rows:
+                if rows is not None:
+                    self.checkpoints.save(replace(snapshot_of(simulation), private=rows), changed)
             self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -127,7 +147,8 @@ class Session:
             self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
         self.summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
         self.folder.finish(self.summary)
-        self.loggers.end(self.summary)
+        if self.ranks.leads:
+            self.loggers.end(self.summary)
 
     @cached_property
     def _last(self) -> int:

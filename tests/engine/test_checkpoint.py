@@ -15,9 +15,11 @@ from torch import Tensor
 
 import small
 from tdpfed import FedAvg, Local, Participation, PFedMe, TDPFed
+from tdpfed.algorithms import State
 from tdpfed.engine import checkpoint
 from tdpfed.engine.checkpoint import Checkpoints, Snapshot, restore, snapshot_of
 from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.store import Store
 from tdpfed.errors import TDPFedError
 
 CALLS = ("write", "fsync", "replace", "unlink")
@@ -37,7 +39,8 @@ def history(clients: int = 12, few: int = 2, width: int = 3, seed: int = 0) -> I
         changed = torch.randperm(clients, generator=random)[:few]
         theta[changed] = torch.randn(few, width, generator=random)
         server = {"w": torch.randn(2, generator=random), "count": torch.tensor(number)}
-        yield Snapshot(number, server, {"theta": theta.clone()}, {"text": "a = 1\n", "seconds": number / 7}), changed
+        meta = {"text": "a = 1\n", "seconds": number / 7}
+        yield Snapshot(number, server, Store.of({"theta": theta.clone()}), meta), changed
 
 
 def states(count: int, **options: int) -> list[tuple[Snapshot, Tensor]]:
@@ -46,7 +49,8 @@ def states(count: int, **options: int) -> list[tuple[Snapshot, Tensor]]:
 
 def same(left: Snapshot, right: Snapshot) -> bool:
     """Whether two states agree in every bit, dtype and shape."""
-    for a, b in ((left.server, right.server), (left.private, right.private)):
+    rows = [one.private.rows(torch.arange(one.private.clients)) for one in (left, right)]
+    for a, b in ((left.server, right.server), (rows[0], rows[1])):
         if a.keys() != b.keys() or any(_bits(value) != _bits(b[name]) for name, value in a.items()):
             return False
     return (left.round, left.meta) == (right.round, right.meta)
@@ -102,7 +106,7 @@ def test_every_dtype_and_shape_survives_whole_and_by_rows(tmp_path: Path) -> Non
         private = {name: value.clone() for name, value in private.items()}
         for value in private.values():
             value[ids[0]], value[ids[1]] = value[5].clone(), value[ids[0]].clone()
-        snapshot = Snapshot(number, server, private, meta)
+        snapshot = Snapshot(number, server, Store.of(private), meta)
         checkpoints.save(snapshot, ids)
         assert same(loaded(tmp_path / "a" / "b"), snapshot)
         files.add(len(needs(tmp_path / "a" / "b", number)))
@@ -113,8 +117,9 @@ def test_every_dtype_and_shape_survives_whole_and_by_rows(tmp_path: Path) -> Non
 def test_few_or_no_clients_and_an_empty_server(tmp_path: Path, private: dict[str, Tensor]) -> None:
     checkpoints = Checkpoints(tmp_path)
     for number in range(5):
-        checkpoints.save(Snapshot(number, {}, private, {}), torch.arange(0))
-        assert same(loaded(tmp_path), Snapshot(number, {}, private, {}))
+        snapshot = Snapshot(number, {}, Store.of(private), {})
+        checkpoints.save(snapshot, torch.arange(0))
+        assert same(loaded(tmp_path), snapshot)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -193,6 +198,10 @@ def test_restored_runs_share_nothing(tmp_path: Path) -> None:
     assert small.equal(two, small.train(PFedMe(**small.COMMON), 2))
 
 
+def changed(snapshot: Snapshot, change: Callable[[State], State]) -> Store:
+    return Store.of(change(snapshot.private.rows(torch.arange(snapshot.private.clients))))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -202,8 +211,8 @@ def test_restored_runs_share_nothing(tmp_path: Path) -> None:
         (lambda s: replace(s, meta={n: v for n, v in s.meta.items() if n != "ledger"}), ["ledger None"]),
         (lambda s: replace(s, server={}), ["server", "float64"]),
         (lambda s: replace(s, server={n: v.float() for n, v in s.server.items()}), ["server", "float32", "float64"]),
-        (lambda s: replace(s, private={n: v[:3] for n, v in s.private.items()}), ["private", "(3, ", "(5, "]),
-        (lambda s: replace(s, private={**s.private, "more": torch.zeros(5)}), ["private", "more"]),
+        (lambda s: replace(s, private=changed(s, lambda rows: {n: v[:3] for n, v in rows.items()})), ["(3, ", "(5, "]),
+        (lambda s: replace(s, private=changed(s, lambda rows: {**rows, "more": torch.zeros(5)})), ["private", "more"]),
     ],
 )
 def test_a_state_of_another_run_is_refused(change: Callable[[Snapshot], Snapshot], words: list[str]) -> None:
@@ -352,7 +361,7 @@ def test_rows_that_vanish_while_the_run_goes_on_are_written_again(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, "has format 2, this version reads 1"),
+        ({"format": 3}, "has format 3, this version reads 1 and 2"),
         ({"server": {"name": "../secret", "size": 1, "sha256": ""}}, "'../secret' is no file of a checkpoint"),
         ({"server": {"name": ["x"], "size": 1, "sha256": ""}}, "does not fit"),
         ({"server": 3}, "does not fit"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import small
 from tdpfed.data import Federation
 from tdpfed.engine import evaluate
+from tdpfed.models import build
 from tdpfed.objective import Objective
 
 TESTS = [3, 0, 7, 1, 0]
@@ -83,11 +84,39 @@ def test_memory_is_bounded_by_the_piece(monkeypatch: pytest.MonkeyPatch) -> None
     objective, theta, data = case()
     evaluate.score_each(objective, theta, data, torch.arange(5), at_once=10)
     assert max(seen) <= 10
-    assert sum(seen) == int(data.test_size.sum())  # and nothing is computed that does not count
     seen.clear()
     evaluate.score_one(objective, theta[0], data, at_once=10)
     assert max(seen) <= 10
-    assert sum(seen) == int(data.test_size.sum())
+    monkeypatch.setattr(evaluate, "PARAMETERS_AT_ONCE", 1)
+    clients: list[int] = []
+
+    def some(rows: slice) -> Tensor:
+        clients.append(len(theta[rows]))
+        return theta[rows]
+
+    evaluate.score(objective, some, data, torch.arange(5))
+    assert clients == [3, 2]
+
+
+@pytest.mark.parametrize("kind", ["each", "one"])
+def test_a_score_does_not_depend_on_who_is_scored_with_it(kind: str) -> None:
+    """To the bit, at the paper's size: of several processes each scores its own clients."""
+    generator = torch.Generator().manual_seed(0)
+    owner = torch.arange(11).repeat_interleave(torch.arange(4, 26, 2))
+    data = Federation.from_tensors(torch.randn(len(owner), 784, generator=generator), owner % 10, owner, classes=10)
+    objective = Objective.of(build("dnn", seed=0))
+    spread = torch.randn(11, objective.layout.size, generator=generator) / 100
+    theta = objective.initial() + (spread if kind == "each" else 0)
+
+    def score(clients: Tensor) -> evaluate.Score:
+        return evaluate.score(objective, lambda rows: theta[clients[rows]] if kind == "each" else theta, data, clients)
+
+    whole = score(torch.arange(11))
+    for company in ([4], [10, 2], [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9], [9, 8, 7, 6]):
+        some = score(torch.tensor(company))
+        assert torch.equal(some.loss, whole.loss[company])
+        assert torch.equal(some.correct, whole.correct[company])
+    assert len(score(torch.arange(0)).loss) == 0
 
 
 def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

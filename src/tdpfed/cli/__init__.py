@@ -4,6 +4,7 @@
 standard error and exit status 2.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -44,8 +45,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     del version
+    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    if several and context.invoked_subcommand != "run":
+        raise TDPFedError(f"torchrun: {context.invoked_subcommand!r} given, in several processes only 'run' works")

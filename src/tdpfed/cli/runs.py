@@ -26,24 +26,33 @@ def run(
     data_root: DataRoot = None,
     json_: Json = False,
 ) -> None:
-    """Train a federation in simulation, and write a run folder; or go on with one that was stopped."""
+    """Train a federation in simulation, and write a run folder; or go on with one that was stopped.
+
+    In several processes: torchrun --nproc-per-node 2 -m tdpfed run ..., with the same numbers.
+    """
     from tdpfed.config import load_config
-    from tdpfed.display import progress, summary_table
+    from tdpfed.display import no_progress, progress, summary_table
+    from tdpfed.engine.ranks import joined
     from tdpfed.session import Session
 
-    if resume is not None:
-        if source is not None or set_ or out is not None:
-            raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
-        sys.path.append(os.getcwd())
-        session = Session.resume(resume, data_root)
-    else:
-        config = load_config(source or "digits", set_)
-        find_own_code(config.model.name)
-        algorithm, now = config.algorithm["name"], datetime.now()
-        name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
-        session = Session.begin(config, out or Path("runs") / name, data_root)
-    tell(f"warning: {warning}" for warning in session.warnings)
-    summary = session.run(progress)
+    with joined() as ranks:
+        if resume is not None:
+            if source is not None or set_ or out is not None:
+                raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
+            sys.path.append(os.getcwd())
+            session = Session.resume(resume, data_root, ranks)
+        else:
+            with ranks.agreement():
+                config = load_config(source or "digits", set_)
+            find_own_code(config.model.name)
+            algorithm, now = config.algorithm["name"], datetime.now()
+            name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+            session = Session.begin(config, out or Path("runs") / name, data_root, ranks)
+        if not ranks.leads:
+            session.run(no_progress)
+            return
+        tell(f"warning: {warning}" for warning in session.warnings)
+        summary = session.run(progress)
     path = session.folder.path
     if json_:
         print_json({**summary, "folder": str(path)})

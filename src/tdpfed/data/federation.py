@@ -63,6 +63,20 @@ class Federation:
         moved = {field: getattr(self, field).to(device) for field in ranges}
         return replace(self, x=self.x.to(device, dtype), **moved)
 
+    def only(self, clients: Tensor) -> Self:
+        """Return the federation with the samples of some clients; of the others only how many they have is known."""
+        clients = clients.to(self.device)
+        index, starts, begin = [], dict[str, Any](), 0
+        for kind in ("train", "test"):
+            start, size = getattr(self, f"{kind}_start")[clients], getattr(self, f"{kind}_size")[clients]
+            first = size.cumsum(0) - size
+            inside = torch.arange(int(size.sum()), device=self.device) - first.repeat_interleave(size)
+            index.append(start.repeat_interleave(size) + inside)
+            starts[f"{kind}_start"] = torch.zeros_like(self.train_start).index_copy(0, clients, begin + first)
+            begin += len(inside)
+        kept = torch.cat(index)
+        return replace(self, x=self.x[kept], y=self.y[kept], **starts)
+
     def client(self, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return views of client k's x_train, y_train, x_test, y_test."""
         if not 0 <= k < self.clients:

@@ -1,10 +1,11 @@
 """Checkpoints: the state of a run on disk, so that a killed run goes on to the same bits.
 
 A checkpoint is a manifest, ``SERIAL.json``: round, meta, and size and SHA-256 sum of every file it needs and of itself.
-The server's state is one safetensors file. The clients' is a pile of row files, the first with all clients, those above
-it with the clients that changed since; a new one swallows those below that are not over twice its height, so the pile
-stays low and a save costs about what changed. Files are written under a temporary name, flushed and renamed, the
-manifest last: a checkpoint exists when its manifest does.
+The server's state, and where clients start, is one safetensors file. The rows of the clients that have trained are a
+pile of layers, one for each save, above it those that changed since; a new one swallows those below that are not over
+twice its height, so the pile stays low and a save costs about what changed. A layer is one file, or several where it is
+large. Files are written under a temporary name, flushed and renamed, the manifest last: a checkpoint exists when its
+manifest does.
 
 The checkpoints kept share no file: a save builds on the oldest, which it replaces. One damaged file costs one of them.
 """
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,46 +29,61 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import State
 from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError
 
-FORMAT = 1
-_NAME = re.compile(r"([0-9]{8,})(\.json|-server\.safetensors|-private\.safetensors)(\.part)?")
+FORMAT, READS = 2, (1, 2)  # of the first, every pile has all clients at its bottom
+FILE_BYTES = 1 << 27
+"""Rows that go into one file, and are in memory once more while it is written or read."""
+
+_NAME = re.compile(r"([0-9]{8,})(\.json|-server\.safetensors|-private(?:-[0-9]+)?\.safetensors)(\.part)?")
+Make = Callable[[State, int], Rows]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run needs to go on: server ``(...)``, clients ``(K, ...)``, and the rest as plain values for JSON."""
+    """What a run needs to go on: the server's state, the clients' rows, and the rest as plain values for JSON."""
 
     round: int
     server: State
-    private: State
+    private: Rows
     meta: dict[str, Any]
 
 
 def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
-    """Return the state of a run, with ``meta`` added; the tensors are the run's own: save before the next round."""
+    """Return the state of a run, with ``meta`` added; the rows are the run's own: save before the next round."""
     own = {"algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger)}
-    return Snapshot(simulation.round, dict(simulation.server), dict(simulation.private), own | meta)
+    return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
 
 
-def restore(simulation: Simulation, snapshot: Snapshot) -> None:
-    """Put a run into the state of ``snapshot``, or leave it as it is where that does not fit."""
+def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
+    """Put a run into the state of ``snapshot``, or leave it as it is where that does not fit.
+
+    Rows are copied, for two runs never share state; with ``take`` the snapshot's store becomes the run's own.
+    """
     meta = snapshot.meta
     for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
         if meta.get(name) != mine:
             raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r} as in this run")
-    for place in ("server", "private"):
-        saved, have = _spec(getattr(snapshot, place)), _spec(getattr(simulation, place))
+    for place, saved, have in (
+        ("server", _spec(snapshot.server), _spec(simulation.server)),
+        ("private", snapshot.private.spec, simulation.store.spec),
+    ):
         if saved != have:
             raise TDPFedError(f"checkpoint: {place} state {saved} saved, must be {have} as in this run")
     try:
         ledger = type(simulation.ledger)(**meta["ledger"])
     except (KeyError, TypeError):
         raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
-    # Copies: two runs never share state, and what torch allocates is aligned, on which the last bit may depend.
+    # A copy: what torch allocates is aligned, on which the last bit may depend.
     simulation.server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
-    for name, value in simulation.private.items():
-        value.copy_(snapshot.private[name])
+    if take and isinstance(snapshot.private, Store):
+        simulation.store = snapshot.private
+    else:
+        start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
+        simulation.store = simulation.store.like(start, snapshot.private.clients)
+        for ids in _pieces(snapshot.private, snapshot.private.touched.nonzero().flatten()):
+            simulation.store.put(ids, snapshot.private.rows(ids))
     simulation.round, simulation.ledger, simulation._trained = snapshot.round, ledger, None
 
 
@@ -83,12 +100,12 @@ class _Saved:
 
     serial: int
     server: _File
-    rows: tuple[tuple[_File, Tensor], ...]  # with the ids of its clients; later files replace what earlier ones say
+    layers: tuple[tuple[tuple[_File, ...], Tensor], ...]  # files and ids; later layers replace what earlier ones say
     changed: Tensor  # (K,) which clients have changed since
 
     @property
     def files(self) -> list[_File]:
-        return [self.server, *(file for file, _ in self.rows)]
+        return [self.server, *(file for files, _ in self.layers for file in files)]
 
 
 class _DamagedError(Exception):
@@ -124,10 +141,11 @@ class Checkpoints:
                 self._clean()
             raise TDPFedError(f"checkpoint: cannot write to {str(self.folder)!r} ({error.strerror})") from None
 
-    def load(self, device: torch.device | str = "cpu") -> tuple[Snapshot, list[str]] | None:
+    def load(self, device: torch.device | str = "cpu", make: Make = Store) -> tuple[Snapshot, list[str]] | None:
         """Return the newest good checkpoint, and a warning for each damaged one that was passed over.
 
-        None where nothing was ever saved. Where something was and none of it is good, the error names the files.
+        Rows go into what ``make`` gives for where clients start and how many there are. None where nothing was ever
+        saved. Where something was and none of it is good, the error names the files.
         """
         warnings = []
         try:
@@ -136,56 +154,57 @@ class Checkpoints:
             raise TDPFedError(f"checkpoint: cannot read {str(self.folder)!r} ({error.strerror})") from None
         for serial in serials:
             try:
-                snapshot, saved = self._read(serial, torch.device(device))
+                snapshot, saved = self._read(serial, torch.device(device), make)
             except _DamagedError as damage:
                 warnings.append(f"checkpoint: {damage}")
                 self._damaged.add(serial)
             else:
-                self._saved, self._spec = [saved], _spec(snapshot.private)
+                self._saved, self._spec = [saved], snapshot.private.spec
                 return snapshot, warnings
         if warnings:
             raise TDPFedError(f"checkpoint: none in {str(self.folder)!r} is good; {'; '.join(warnings)}")
         return None
 
-    def _note(self, private: State, changed: Tensor | None) -> None:
+    def _note(self, private: Rows, changed: Tensor | None) -> None:
         """Mark clients as changed, for good: a save that fails leaves them to the next."""
-        spec, clients = _spec(private), _clients(private)
+        spec, clients = private.spec, private.clients
         if spec != self._spec:
             self._spec, self._saved = spec, []
-        everybody = torch.arange(clients)
-        ids = everybody if changed is None else changed.cpu()
-        if ids.dtype == torch.bool or not bool(torch.isin(ids, everybody).all()):
+        ids = torch.arange(clients) if changed is None else changed.cpu()
+        if ids.dtype == torch.bool or bool(((ids < 0) | (ids >= clients)).any()):
             raise TDPFedError(f"checkpoint: changed clients {ids.tolist()} given, must be ids below {clients}")
         for saved in self._saved:
             saved.changed[ids.to(torch.int64)] = True
 
-    def _stack(self, clients: int) -> tuple[tuple[tuple[_File, Tensor], ...], Tensor]:
-        """Return the row files a new checkpoint builds on, and the ids of the clients it writes on top."""
+    def _stack(self, private: Rows) -> tuple[tuple[tuple[tuple[_File, ...], Tensor], ...], Tensor]:
+        """Return the layers a new checkpoint builds on, and the ids of the clients it writes on top."""
         base = self._saved[0] if len(self._saved) == self.keep else None
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
         if base is None or any(sizes.get(file.name) != file.size for file in base.files):
-            return (), torch.arange(clients)
-        rows, ids = list(base.rows), base.changed.nonzero().flatten()
-        while rows and len(ids) and len(rows[-1][1]) <= 2 * len(ids):
-            ids = torch.cat([ids, rows.pop()[1]]).unique()
-        return tuple(rows), ids
+            return (), private.touched.nonzero().flatten()
+        layers, ids = list(base.layers), (base.changed & private.touched).nonzero().flatten()
+        while layers and len(ids) and len(layers[-1][1]) <= 2 * len(ids):
+            ids = torch.cat([ids, layers.pop()[1]]).unique()
+        return tuple(layers), ids
 
     def _write(self, snapshot: Snapshot) -> _Saved:
         serial = 1 + max(self._names().values(), default=0)
-        clients = _clients(snapshot.private)
-        rows, ids = self._stack(clients)
+        private = snapshot.private
+        layers, ids = self._stack(private)
+        start = {f"start.{name}": value for name, value in private.start.items()}
         # All under temporary names first, the manifest too: data without either manifest mean that one was deleted.
-        new = [self._part(f"{serial:08}-server.safetensors", to_bytes(_owned(snapshot.server)))]
-        if len(ids) or not rows:
-            whole = len(ids) == clients
-            some = {f"private.{n}": v if whole else v[ids.to(v.device)] for n, v in snapshot.private.items()}
-            new.append(self._part(f"{serial:08}-private.safetensors", to_bytes(_owned(some) | {"ids": ids})))
-            rows = (*rows, (new[1], ids))
-        saved = _Saved(serial, new[0], rows, torch.zeros(clients, dtype=torch.bool))
-        state = {"server": asdict(new[0]), "private": [asdict(file) for file, _ in rows]}
-        body = {"format": FORMAT, "round": snapshot.round, "meta": snapshot.meta} | state
+        server = self._part(f"{serial:08}-server.safetensors", to_bytes(_owned(snapshot.server | start)))
+        new: list[_File] = []
+        for some in _pieces(private, ids) if len(ids) or not layers else ():
+            rows = {f"private.{name}": value for name, value in private.rows(some).items()}
+            name = f"{serial:08}-private{f'-{len(new)}' if new else ''}.safetensors"
+            new.append(self._part(name, to_bytes(_owned(rows) | {"ids": some.clone()})))
+        layers = (*layers, (tuple(new), ids)) if new else layers
+        saved = _Saved(serial, server, layers, torch.zeros(private.clients, dtype=torch.bool))
+        state = {"server": asdict(server), "private": [asdict(file) for file in saved.files[1:]]}
+        body = {"format": FORMAT, "round": snapshot.round, "meta": snapshot.meta, "clients": private.clients} | state
         manifest = self._part(f"{serial:08}.json", _sealed(json.dumps(body).encode()))
-        for names in ([], [file.name for file in new], [manifest.name]):
+        for names in ([], [file.name for file in (server, *new)], [manifest.name]):
             for name in names:
                 os.replace(self.folder / f"{name}.part", self.folder / name)
             _sync(self.folder)
@@ -200,25 +219,31 @@ class Checkpoints:
             os.fsync(file.fileno())
         return _File(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def _read(self, serial: int, device: torch.device) -> tuple[Snapshot, _Saved]:
+    def _read(self, serial: int, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
         """Return a checkpoint, every byte of which is what was written."""
         path = self.folder / f"{serial:08}.json"
         try:
             body = _manifest(path)
             server = _File(**body["server"])
             state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
-            private: State = {}
-            rows: list[tuple[_File, Tensor]] = []
+            start = {name: state.pop(f"start.{name}") for name in _after("start.", state)}
+            private = make(start, body["clients"]) if body["format"] > 1 else None
+            layers: dict[str, tuple[tuple[_File, ...], Tensor]] = {}
             for file in (_File(**entry) for entry in body["private"]):
                 some = from_bytes(self._checked(file))
-                rows.append((file, some.pop("ids")))
-                for name, value in private.items():
-                    if value.numel():
-                        _as_bytes(value)[rows[-1][1]] = _as_bytes(some[name])
-                private = private or some  # the first has all clients
-            private = {name.removeprefix("private."): value.to(device) for name, value in private.items()}
-            saved = _Saved(serial, server, tuple(rows), torch.zeros(_clients(private), dtype=torch.bool))
+                ids, rows = some.pop("ids"), {name: some[f"private.{name}"] for name in _after("private.", some)}
+                if private is None:
+                    private = make({name: value[0].to(device) for name, value in rows.items()}, len(ids))
+                private.put(ids, rows)
+                number = file.name.partition("-")[0]
+                files, known = layers.get(number, ((), ids[:0]))
+                layers[number] = ((*files, file), torch.cat([known, ids]))
+            if private is None:
+                raise ValueError("no rows")
+            saved = _Saved(serial, server, tuple(layers.values()), torch.zeros(private.clients, dtype=torch.bool))
             return Snapshot(body["round"], state, private, body["meta"]), saved
+        except TDPFedError:  # no room for the rows
+            raise
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError, SafetensorError) as error:
             raise _DamagedError(f"{str(path)!r} does not fit its files ({error})") from None
 
@@ -262,8 +287,15 @@ def _spec(state: State) -> dict[str, str]:
     return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in state.items()}
 
 
-def _clients(private: State) -> int:
-    return len(next(iter(private.values()))) if private else 0
+def _pieces(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:
+    """Return ids in parts whose rows are small enough to be handled at once."""
+    row = sum(value.nbytes for value in private.start.values())
+    pieces: tuple[Tensor, ...] = ids.split(max(1, FILE_BYTES // max(1, row)))
+    return pieces
+
+
+def _after(prefix: str, state: State) -> list[str]:
+    return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
 
 def _owned(state: State) -> State:
@@ -271,10 +303,6 @@ def _owned(state: State) -> State:
     plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     first = {value.untyped_storage().data_ptr(): name for name, value in reversed(plain.items())}
     return {name: v if first[v.untyped_storage().data_ptr()] == name else v.clone() for name, v in plain.items()}
-
-
-def _as_bytes(value: Tensor) -> Tensor:
-    return value.view(len(value), -1).view(torch.uint8)  # not every dtype can be assigned by index
 
 
 def _sealed(text: bytes) -> bytes:
@@ -288,8 +316,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if data != _sealed(data[: -len(_sealed(b"}"))] + b"}"):
         raise _DamagedError(f"{str(path)!r} is damaged, its SHA-256 sum is not its own")
     body: dict[str, Any] = json.loads(data)
-    if body["format"] != FORMAT:
-        raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads {FORMAT}")
+    if body["format"] not in READS:
+        raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads 1 and {FORMAT}")
     return body
 
 

@@ -1,12 +1,13 @@
 """What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tdpfed.aggregate import Rule
 from tdpfed.algorithms.base import Algorithm, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.runners import Outcome
 from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
@@ -15,7 +16,14 @@ from tdpfed.wire import Rejected
 
 
 def check_settings(
-    seed: int, runner: str, chunk: int | None, participation: Participation, rule: Rule, clients: int
+    seed: int,
+    runner: str,
+    chunk: int | None,
+    participation: Participation,
+    rule: Rule,
+    clients: int,
+    evaluate_clients: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Refuse settings outside their range, or that this number of clients cannot meet."""
     if runner not in ("batched", "loop"):
@@ -24,6 +32,13 @@ def check_settings(
         raise TDPFedError(f"seed: {seed} given, must be 0 or more")
     if chunk is not None and chunk < 1:
         raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
+    if evaluate_clients is not None and not 1 <= evaluate_clients <= clients:
+        raise TDPFedError(
+            f"run.evaluate_clients: {evaluate_clients} given, must be at least 1 and at most {clients}, "
+            "the number of clients"
+        )
+    if ranks.world > clients:
+        raise TDPFedError(f"torchrun: {ranks.world} processes given, must be at most {clients}, the number of clients")
     most = clients if participation.clients is None else participation.clients
     for field, value, limit, whose in (
         ("clients", participation.clients, clients, "the number of clients"),
@@ -94,10 +109,14 @@ def check_model(objective: Objective, data: Federation) -> None:
         ) from error
 
 
-def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
-    """Stop a run that diverges, with the round, a client and the learning rates to lower."""
+def not_finite(outcome: Outcome) -> Tensor:
+    """Return the mask of the clients whose loss or parameters are not finite, ``(K,)``."""
     values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
-    bad = torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
+    return torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
+
+
+def check_finite(bad: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
+    """Stop a run that diverges, with the round, a client and the learning rates to lower."""
     if bool(bad.any()):
         rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
         raise TDPFedError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import State, Turn
 from tdpfed.engine.graphs import Graphed
-from tdpfed.engine.runners import Outcome, as_state, rows_of
+from tdpfed.engine.runners import Outcome, as_state
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Batch
@@ -40,7 +40,7 @@ class Ensemble:
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
-            states += [simulation.server, rows_of(simulation.private, turn.clients), as_state(turn)]
+            states += [simulation.server, simulation.store.rows(turn.clients), as_state(turn)]
         graphs = runner.graphs and turns[0].clients.is_cuda
         together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
         begin, errors = 0, []

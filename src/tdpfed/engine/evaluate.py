@@ -1,15 +1,23 @@
-"""How well models answer: each client's own model, or one model for all, on every client's held-out data."""
+"""How well models answer: each client's own model, or one model for all, on the clients' held-out data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tdpfed.data.federation import Federation
+from tdpfed.engine.runners import LEAST_TOGETHER
 from tdpfed.objective import Objective
 
 SAMPLES_AT_ONCE = 4096
 """Samples in one forward pass, over all clients computed together, where memory allows."""
+
+WIDTH = 128
+"""Samples of one client in one forward pass, at most."""
+
+PARAMETERS_AT_ONCE = 1 << 25
+"""Parameters of all clients computed together."""
 
 VALUES_AT_ONCE = 1 << 28
 """Activations one forward pass may hold."""
@@ -48,39 +56,67 @@ def samples_at_once(objective: Objective, federation: Federation) -> int:
     return min(SAMPLES_AT_ONCE, max(1, VALUES_AT_ONCE // objective.activation_size(federation.x[:2])))
 
 
+def score(
+    objective: Objective,
+    parameters: Callable[[slice], Tensor],
+    federation: Federation,
+    clients: Tensor,
+    at_once: int = SAMPLES_AT_ONCE,
+) -> Score:
+    """Score clients ``(K,)``; ``parameters`` gives those of a range of them: ``(n, P)``, or ``(P,)`` for all the same.
+
+    A few clients at a time, so that memory does not grow with their number. A client's score does not depend on who is
+    scored with it: all have pieces of one width, the last filled up with a sample that does not count.
+    """
+    longest = int(federation.test_size.max())
+    width = max(1, min(WIDTH, longest, at_once // LEAST_TOGETHER))
+    together = max(LEAST_TOGETHER, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
+    parts = [
+        _few(
+            objective, parameters(slice(first, first + together)), federation, clients[first : first + together], width
+        )
+        for first in range(0, len(clients), together)
+    ]
+    none = torch.zeros(0, dtype=torch.int64)
+    parts.append(Score(none, none, none.double()))
+    return Score(*(torch.cat([getattr(part, name) for part in parts]) for name in ("correct", "count", "loss")))
+
+
 def score_each(
     objective: Objective, theta: Tensor, federation: Federation, clients: Tensor, at_once: int = SAMPLES_AT_ONCE
 ) -> Score:
     """Score each client's own parameters ``(K, P)`` on that client's test samples."""
-    start, size = federation.test_start[clients], federation.test_size[clients]
-    correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
-    losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
-    everybody = torch.arange(len(clients), device=theta.device)
-    for group in everybody.unbind() if objective.one_by_one(theta) else [everybody]:
-        done = 0
-        while (left := group[size[group] > done]).numel():
-            # As many samples as every client of the group still has: nothing is computed that does not count.
-            width = min(max(1, at_once // left.numel()), int(size[left].min()) - done)
-            rows = left if group.ndim else group
-            index = (start[rows] + done).unsqueeze(-1) + torch.arange(width, device=theta.device)
-            some = theta if len(left) == len(theta) > 1 and group.ndim else theta[rows]
-            loss, right = objective.per_sample(some, (federation.x[index], federation.y[index]))
-            correct[rows] += right.sum(-1)
-            losses[rows] += loss.double().sum(-1)
-            done += width
-    return Score(correct.cpu(), size.cpu(), losses.cpu())
+    return score(objective, lambda some: theta[some], federation, clients, at_once)
 
 
 def score_one(objective: Objective, theta: Tensor, federation: Federation, at_once: int = SAMPLES_AT_ONCE) -> Score:
     """Score the same parameters ``(P,)`` on every client's test samples."""
-    first, last = int(federation.test_start[0]), int(federation.test_start[-1] + federation.test_size[-1])
-    owner = torch.arange(federation.clients, device=theta.device).repeat_interleave(federation.test_size)
-    correct = torch.zeros(federation.clients, dtype=torch.int64, device=theta.device)
-    losses = torch.zeros(federation.clients, dtype=torch.float64, device=theta.device)
-    for begin in range(first, last, at_once):
-        part = slice(begin, min(begin + at_once, last))
-        loss, right = objective.per_sample(theta, (federation.x[part], federation.y[part]))
-        who = owner[part.start - first : part.stop - first]
-        correct.index_add_(0, who, right.long())
-        losses.index_add_(0, who, loss.double())
-    return Score(correct.cpu(), federation.test_size.cpu(), losses.cpu())
+    everybody = torch.arange(federation.clients, device=federation.device)
+    return score(objective, lambda _: theta, federation, everybody, at_once)
+
+
+def _few(objective: Objective, theta: Tensor, federation: Federation, clients: Tensor, width: int) -> Score:
+    """Score clients that are computed together, in pieces of ``width`` samples."""
+    start, size = federation.test_start[clients], federation.test_size[clients]
+    correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
+    losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
+    everybody = torch.arange(len(clients), device=theta.device)
+    alone = objective.one_by_one(theta)
+    for done in range(0, int(size.max()), width):
+        left = everybody[size > done]
+        for rows in left.split(1 if alone else len(left)):
+            filled = rows if alone or len(rows) >= LEAST_TOGETHER else rows.repeat(LEAST_TOGETHER)[:LEAST_TOGETHER]
+            place = done + torch.arange(width, device=theta.device)
+            index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
+            batch = federation.x[index], federation.y[index]
+            if alone:
+                own = theta if theta.ndim == 1 else theta[int(rows)]
+                loss, right = (value[None] for value in objective.per_sample(own, (batch[0][0], batch[1][0])))
+            else:
+                whole = len(rows) == len(clients) >= LEAST_TOGETHER
+                own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
+                loss, right = (value[: len(rows)] for value in objective.per_sample(own, batch))
+            counts = place < size[rows, None]
+            correct[rows] += (right & counts).sum(-1)
+            losses[rows] += loss.double().where(counts, 0).sum(-1)
+    return Score(correct.cpu(), size.cpu(), losses.cpu())

@@ -125,6 +125,26 @@ class RunFolder:
             _replace(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
+class NoFolder(RunFolder):
+    """What processes have that leave writing to another: it takes everything and writes nothing."""
+
+    def rewind(self, round_: int) -> list[Record]:
+        """There is nothing to go back to."""
+        del round_
+        return []
+
+    @property
+    def done(self) -> bool:
+        """Nobody has ended here."""
+        return False
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Leave it to the other."""
+
+    def _append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Leave it to the other."""
+
+
 def _left_over(entry: Path) -> bool:
     """Whether a file was left by a start that was killed before it became a run."""
     return entry.name == f"{CONFIG}.part" or (entry.name == METRICS and entry.stat().st_size == 0)

@@ -41,14 +41,16 @@ class Participation:
 
     def draw(self, seed: int, number: int, total: int, attempt: int = 0) -> tuple[Tensor, Tensor]:
         """Return who of ``total`` reports and who trains in a round, ids ascending; the lost do neither."""
-        everybody, wanted = torch.arange(total), total if self.clients is None else self.clients
-        again = (attempt,) if attempt else ()
+        wanted, again = total if self.clients is None else self.clients, (attempt,) if attempt else ()
         if self.sampling == "poisson":
-            drawn = uniform(key(seed, Stream.SELECT, number, everybody, *again))
-            chosen = everybody[drawn < wanted / total]
+            everybody = torch.arange(total)
+            chosen = everybody[uniform(key(seed, Stream.SELECT, number, everybody, *again)) < wanted / total]
+        elif wanted == total:
+            chosen = torch.arange(total)
         else:
-            chosen = everybody if wanted == total else choose(seed, Stream.SELECT, number, total, wanted, attempt)
-        kept = uniform(key(seed, Stream.DROP, number, everybody, *again)) >= self.dropout
-        trained = everybody if self.train == "all" else chosen
-        lost = ~kept & torch.isin(everybody, chosen)
-        return chosen[~lost[chosen]], trained[~lost[trained]]
+            chosen = choose(seed, Stream.SELECT, number, total, wanted, attempt)
+        trained = torch.arange(total) if self.train == "all" else chosen
+        if not self.dropout:
+            return chosen, trained
+        lost = chosen[uniform(key(seed, Stream.DROP, number, chosen, *again)) < self.dropout]
+        return chosen[~torch.isin(chosen, lost)], trained[~torch.isin(trained, lost)]

@@ -12,6 +12,7 @@ from tdpfed.engine.participation import Participation
 from tdpfed.engine.records import Record
 from tdpfed.engine.runners import RunnerName
 from tdpfed.engine.simulate import EVERYBODY, MEAN, Simulation
+from tdpfed.engine.store import Place
 from tdpfed.engine.uplink import Attack
 from tdpfed.objective import Loss
 from tdpfed.privacy import Privacy
@@ -57,13 +58,17 @@ def simulate(
     rule: Rule = MEAN,
     attack: Attack | None = None,
     privacy: Privacy | None = None,
+    evaluate_clients: int | None = None,
+    state: Place = "auto",
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
-    The model's own parameters are the common start. All draws follow from ``seed``.
+    The model's own parameters are the common start. All draws follow from ``seed``. With many clients, accuracy can
+    be measured on ``evaluate_clients`` of them; what they keep lies in memory, or where it does not fit on the disk.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
         diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
+        evaluate_clients=evaluate_clients, state=state,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

@@ -31,6 +31,7 @@ class Stream(IntEnum):
     CODEC = 6
     ATTACK = 7
     NOISE = 8
+    EVALUATE = 9
 
 
 def mix(x: Bits) -> Bits:

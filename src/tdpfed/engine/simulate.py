@@ -2,9 +2,10 @@
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,14 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.attacks import attackers, flip_labels
-from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings
+from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings, not_finite
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.records import Ledger, Record
-from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
-from tdpfed.engine.sampling import Stream, key
+from tdpfed.engine.runners import Outcome, Runner, RunnerName
+from tdpfed.engine.sampling import Stream, choose, key
+from tdpfed.engine.store import Place, Store
 from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Loss, Objective
@@ -49,23 +52,28 @@ class Simulation:
         rule: Rule = MEAN,
         attack: Attack | None = None,
         privacy: Privacy | None = None,
+        evaluate_clients: int | None = None,
+        state: Place = "auto",
+        state_folder: Path | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
             if not isinstance(given, kind):
                 raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
-        check_settings(seed, runner, chunk, participation, rule, federation.clients)
+        check_settings(seed, runner, chunk, participation, rule, federation.clients, evaluate_clients, ranks)
         # A copy, where the data are: the caller's model stays as it is.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
         self.honest = ~hostile  # whose accuracy counts
         if attack is not None and attack.kind == "label-flip":
             federation = flip_labels(federation, hostile)
-        self.federation = federation
         self.algorithm = algorithm.bind(self.objective.layout)
         self.seed, self.participation, self.diagnostics = seed, participation, diagnostics
         self.uplink = Uplink(self.algorithm, federation.clients, seed, codec, rule, attack)
         if diagnostics is not None:
             defined_for(self.algorithm)
+            if ranks.world > 1:
+                raise TDPFedError("run.diagnostics_every: must be 0 in several processes: it needs all clients in one")
         check_model(self.objective, federation)
         self.accountant: Accountant | None = None
         self._within_budget = 0  # rounds that are known to be
@@ -73,16 +81,21 @@ class Simulation:
             check_privacy(self.algorithm, participation, self.uplink, federation.clients)
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
             self.accountant.check_affordable(1)
+        self.ranks = ranks
+        if ranks.world > 1:
+            federation = federation.only(ranks.own(torch.arange(federation.clients)))
+        self.federation = federation
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
         self.server: State = self.algorithm.init(theta, generator)
         shipped = self.algorithm.global_model(self.server)
         start = theta if shipped is None else shipped  # the model both sides know before round 1
-        self.private: State = {
-            name: value.expand(federation.clients, *value.shape).clone()
-            for name, value in self.algorithm.init_private(start).items()
-        }
+        own = self.algorithm.init_private(start)
+        self.store = Store(own, federation.clients, state, state_folder, ranks)
+        self.judged = torch.arange(federation.clients)  # whose models are evaluated
+        if evaluate_clients is not None:
+            self.judged = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # in the last round that was tried
@@ -136,8 +149,7 @@ class Simulation:
         """Try a round; return whether it is done, and how many uploads were accepted."""
         turn, reported = self.next_turn(attempt)
         if len(turn.clients):
-            outcome = outcome or self.runner.run(self.server, rows_of(self.private, turn.clients), turn)
-            check_finite(outcome, turn, self.algorithm, self.uplink.attack)
+            outcome = self._train(turn) if outcome is None else self._checked(outcome, not_finite(outcome), turn)
         server, count = self.server, 0
         if self.algorithm.communicates:
             arrived = self._arrived(outcome, turn, reported)
@@ -146,31 +158,45 @@ class Simulation:
                 return False, count
             server = self._aggregated(arrived, turn)
         if outcome is not None:
-            for name, rows in outcome.private.items():
-                self.private[name][turn.clients] = rows
+            self.store.put(turn.clients, outcome.private)
         self.server, self._trained = server, None if outcome is None else (turn.clients, outcome)
         return True, count
 
+    def _train(self, turn: Turn) -> Outcome:
+        """Run the turn's clients; of their private state only the rows of this process's own are returned."""
+        own = replace(turn, clients=self.ranks.own(turn.clients))
+        part = self.runner.run(self.server, self.store.rows(own.clients), own) if len(own.clients) else None
+        return self._checked(*self.ranks.shared(part, None if part is None else not_finite(part), turn.clients), turn)
+
+    def _checked(self, outcome: Outcome, bad: Tensor, turn: Turn) -> Outcome:
+        check_finite(bad, turn, self.algorithm, self.uplink.attack)
+        return outcome
+
     def record(self, seconds: float) -> Record:
-        """Evaluate all models after the current round; hostile clients' accuracy is listed but does not count."""
-        everybody = torch.arange(self.federation.clients, device=self.federation.device)
-        at_once = self._samples_at_once
-        personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody, at_once)
-        honest, own = personal.of(self.honest), None
+        """Evaluate the models after the current round; hostile clients' accuracy is listed but does not count."""
+        mine = self.ranks.own(self.judged)
+        personal = self._score(self.judged, lambda some: self.algorithm.personalized(self.store.rows(mine[some])))
+        honest, own = personal.of(self.honest[self.judged]), None
         if self._trained is not None:
-            clients, outcome = self._trained
-            local = self.algorithm.local_model(outcome.private, outcome.upload)
-            own = evaluate.score_each(self.objective, local, self.federation, clients, at_once)
-            own = own.of(self.honest[clients.cpu()])
+            clients, outcome = self._trained[0].cpu(), self._trained[1]
+            private, upload = outcome.private, self.ranks.part(outcome.upload, clients)
+            local = self._score(
+                clients, lambda some: self.algorithm.local_model(_cut(private, some), _cut(upload, some))
+            )
+            own = local.of(self.honest[clients])
         shipped = self.global_model()
         common = None
         if shipped is not None:
-            common = evaluate.score_one(self.objective, shipped, self.federation, at_once).of(self.honest)
+            common = self._score(self.judged, lambda _: shipped).of(self.honest[self.judged])
         extra = None
         if self.diagnostics is not None and self._diagnosed:
+            everybody = torch.arange(self.federation.clients, device=self.federation.device)
             turn = self._turn(self.round, everybody)
             weights = self._weights(everybody)
             extra = diagnose(self.runner, self.server, self.private, turn, weights, self.diagnostics)
+        accuracies: list[float | None] = [None] * self.federation.clients
+        for client, accuracy in zip(self.judged.tolist(), personal.per_client(), strict=True):
+            accuracies[client] = accuracy
         return Record(
             round=self.round,
             loss=self.train_loss,
@@ -179,7 +205,7 @@ class Simulation:
             global_accuracy=None if common is None else common.accuracy,
             personalized_loss=honest.mean_loss,
             global_loss=None if common is None else common.mean_loss,
-            client_accuracy=personal.per_client(),
+            client_accuracy=accuracies,
             uplink_bytes=self.ledger.uplink,
             downlink_bytes=self.ledger.downlink,
             participants=len(self.trained),
@@ -188,6 +214,12 @@ class Simulation:
             rejected=self.ledger.rejected,
             epsilon=self.epsilon,
         )
+
+    def _score(self, clients: Tensor, parameters: Callable[[slice], Tensor]) -> evaluate.Score:
+        """Score clients, each where it is held; ``parameters`` gives those of a range of this process's own."""
+        own = self.ranks.own(clients).to(self.federation.device)
+        part = evaluate.score(self.objective, parameters, self.federation, own, self._samples_at_once)
+        return evaluate.Score(**self.ranks.gather(vars(part), clients))
 
     def affordable(self, rounds: int) -> int:
         """Return how many rounds, of ``rounds`` from the start, the privacy budget allows."""
@@ -201,6 +233,11 @@ class Simulation:
     def epsilon(self) -> float | None:
         """The privacy spent so far: every round released a global model, also one in which nobody took part."""
         return None if self.accountant is None else self.accountant.epsilon(self.round)
+
+    @property
+    def private(self) -> State:
+        """What every client keeps, ``(K, ...)`` for each entry; of several processes each has its own clients' rows."""
+        return self.store.whole()
 
     def personalized(self) -> Tensor:
         """Return every client's personalised parameters, ``(K, P)``."""
@@ -291,10 +328,12 @@ class Simulation:
 
     def _bytes(self, state: State, kind: Kind, codec: Codec, number: int, clients: list[int]) -> int:
         lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
-        samples = self.federation.train_size.tolist()
+        samples = self.federation.train_size[clients].tolist() if kind == "up" else [0] * len(clients)
         return sum(
-            encoded_size(
-                lengths, layouts, codec, kind=kind, round_=number, client=k, samples=samples[k] if kind == "up" else 0
-            )
-            for k in clients
+            encoded_size(lengths, layouts, codec, kind=kind, round_=number, client=k, samples=count)
+            for k, count in zip(clients, samples, strict=True)
         )
+
+
+def _cut(state: State, rows: slice) -> State:
+    return {name: value[rows] for name, value in state.items()}

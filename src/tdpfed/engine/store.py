@@ -1,0 +1,164 @@
+"""What clients keep between rounds: a row for each, in memory or in a memory-mapped file.
+
+Room is reserved for everybody and taken by those who have trained: a client that has not is still at the common start.
+So memory, a round and a checkpoint cost what the participants do, however many clients there are. Of several processes
+(:mod:`tdpfed.engine.ranks`) each holds the rows of its own clients.
+"""
+
+import math
+import os
+from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tdpfed.algorithms.base import State
+from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.errors import TDPFedError, unknown
+
+Place = Literal["auto", "ram", "mmap"]
+
+
+class Rows(Protocol):
+    """Rows of all clients by id, wherever they lie."""
+
+    start: State  # a client's before its first round
+    clients: int
+    touched: Tensor  # (K,) bool, who has trained
+
+    @property
+    def spec(self) -> dict[str, str]:
+        """Type and shape of each entry, of all clients."""
+
+    def rows(self, clients: Tensor) -> State:
+        """Return the rows of the clients, in their order."""
+
+    def put(self, clients: Tensor, rows: State) -> None:
+        """Replace the rows of the clients."""
+
+
+class Store:
+    """The private state of all clients, ``(K, ...)`` for each of its entries."""
+
+    def __init__(
+        self, start: State, clients: int, place: Place = "auto", folder: Path | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        if place not in get_args(Place):
+            raise unknown("engine.state", place, get_args(Place))
+        self.start, self.clients, self.folder, self.ranks = start, clients, folder, ranks
+        self._held = len(range(ranks.rank, clients, ranks.world))
+        size = self._held * sum(value.nbytes for value in start.values())
+        device = next(iter(start.values())).device if start else torch.device("cpu")
+        self.place: Place = ("ram" if size <= free_memory(device) // 2 else "mmap") if place == "auto" else place
+        self.touched = torch.zeros(clients, dtype=torch.bool)  # who has trained, of all clients
+        self._values = {name: self._room(name, value) for name, value in start.items()}
+        self._sparse = True  # rows of those who have not are unwritten
+
+    @classmethod
+    def of(cls, values: State) -> "Store":
+        """Return a store of given rows, all of them in use; the tensors are taken, not copied."""
+        made = cls({}, len(next(iter(values.values()))) if values else 0, "ram")
+        made.start = {
+            name: value[0] if len(value) else value.new_zeros(value.shape[1:]) for name, value in values.items()
+        }
+        made._values, made._sparse = values, False
+        made.touched.fill_(True)
+        return made
+
+    def like(self, start: State, clients: int) -> "Store":
+        """Return a store in the same place for so many clients, all of them at ``start``."""
+        return Store(start, clients, self.place, self.folder, self.ranks)
+
+    def rows(self, clients: Tensor) -> State:
+        """Return the rows of those of the clients that this process holds, in their order; copies."""
+        ids = self.ranks.own(clients).cpu()
+        known = self.touched[ids] if self._sparse else None
+        if known is None or bool(known.all()):
+            return self._at(ids)
+        rows = {name: first.expand(len(ids), *first.shape).clone() for name, first in self.start.items()}
+        for name, value in self._at(ids[known]).items():
+            if value.numel():
+                as_bytes(rows[name])[known.to(value.device)] = as_bytes(value)
+        return rows
+
+    def put(self, clients: Tensor, rows: State) -> None:
+        """Replace rows; ``rows`` are those of the clients that this process holds, all of which have trained now."""
+        ids = self.ranks.own(clients).cpu()
+        for name, value in self._values.items():
+            if len(ids) and value.numel():
+                slots = self._slots(ids).to(value.device)
+                as_bytes(value)[slots] = as_bytes(rows[name].to(value.device).contiguous())
+        self.touched[clients.cpu()] = True
+
+    def whole(self) -> State:
+        """Return the rows of all clients that this process holds: its own tensors, not copies."""
+        if self._sparse:
+            new = self.ranks.own((~self.touched).nonzero().flatten())
+            for name, value in self._values.items():
+                value[self._slots(new).to(value.device)] = self.start[name].to(value.device)
+            self._sparse = False
+        return dict(self._values)
+
+    @property
+    def spec(self) -> dict[str, str]:
+        """Type and shape of each entry, of all clients."""
+        return {
+            name: f"{value.dtype} {(self.clients, *value.shape)}".removeprefix("torch.")
+            for name, value in self.start.items()
+        }
+
+    def _at(self, ids: Tensor) -> State:
+        slots, found = self._slots(ids), {}
+        for name, value in self._values.items():
+            found[name] = value[slots.to(value.device)].to(self.start[name].device)
+        return found
+
+    def _slots(self, ids: Tensor) -> Tensor:
+        return ids // self.ranks.world  # a process holds every so-manieth client
+
+    def _room(self, name: str, start: Tensor) -> Tensor:
+        shape = (self._held, *start.shape)
+        if self.place == "ram" or not start.numel():
+            return torch.empty(shape, dtype=start.dtype, device=start.device)  # pages of a CPU come with their rows
+        size, folder = math.prod(shape) * start.itemsize, existing(self.folder or Path(gettempdir()))
+        try:
+            with TemporaryFile(dir=folder) as file:
+                file.truncate(size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would end the process
+                raw = np.memmap(file, np.uint8, "r+", shape=(size,))
+        except OSError as error:
+            raise TDPFedError(
+                f"engine.state: 'mmap' needs {size:,} bytes for {name} in {str(folder)!r} ({error.strerror}); "
+                "allowed: ram, or a run folder where there is room"
+            ) from None
+        return torch.from_numpy(raw).view(start.dtype).reshape(shape)
+
+
+def existing(path: Path) -> Path:
+    """Return the folder, or the nearest above it that is there."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes may still be taken: of the GPU's memory, or of the machine's or container's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        free = free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError, KeyError):  # another system, or another kind of container
+        pass
+    return free
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    """Return rows ``(K, ...)`` as bytes ``(K, n)``: not every dtype can be assigned by index."""
+    return value.reshape(len(value), math.prod(value.shape[1:])).view(torch.uint8)
