@@ -1,6 +1,7 @@
 """README and docs: links resolve, code runs, commands and keys exist, generated pages are current."""
 
 import importlib.util
+import pkgutil
 import re
 import shlex
 import sys
@@ -16,7 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tdpfed import wire
+from tdpfed import engine, wire
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
 from tdpfed.config import describe, load_config, parse_config, presets
@@ -164,7 +165,8 @@ def test_toml_blocks_are_configurations(page: Path) -> None:
 
 @pytest.mark.parametrize("page", names(PAGES))
 def test_keys_in_the_text_exist(page: Path) -> None:
-    known = set().union(*KEYS.values(), {f"wire.{name}" for name in wire.__all__})  # a module of that name, too
+    known = set().union(*KEYS.values(), {f"wire.{name}" for name in wire.__all__})  # modules of these names, too
+    known |= {f"engine.{module.name}" for module in pkgutil.iter_modules(engine.__path__)}
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         key, _, _ = (part.strip() for part in code.partition("="))
         if not key.endswith(".py") and re.fullmatch(rf"({'|'.join(SECTIONS)})\.\w+(\.\w+)?", key):

@@ -64,7 +64,7 @@ class Ranks:
         held = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         everybody = torch.empty_like(held).index_copy(0, order, held)
         return {
-            name: columns.contiguous().view(value.dtype).reshape(len(clients), *value.shape[1:])
+            name: columns.clone(memory_format=torch.contiguous_format).view(value.dtype).reshape(len(clients), *value.shape[1:])
             for (name, value), columns in zip(rows.items(), everybody.split(sizes, 1), strict=True)
         }
 

@@ -1,0 +1,204 @@
+"""Seconds per round of the same workload on ours, on a plain PyTorch loop and on other packages, in one command.
+
+    python benchmarks/peers/run.py --data-root DIR
+
+MNIST, MLP 784-100-10, 20 clients of two classes, 23 local steps of 20 samples, all clients, float32, the CPU threads
+there are: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists. With ``--conv``: CIFAR-10's
+shapes, VGG8, 10 clients, on ours and the plain loop. Every package gets an environment of its own, made anew and thrown
+away; one that does not install, or does not run, is reported as such. All take turns, a process each time: its first
+rounds warm up, and the rest count. What is compared is the median over all rounds of all turns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from common import ROOT, alternate, provenance, write  # noqa: E402
+from floor import operations  # noqa: E402
+
+from tdpfed.config import load_config  # noqa: E402
+from tdpfed.experiment import prepare  # noqa: E402
+
+TORCH = f"torch=={torch.__version__}"
+PEERS: dict[str, list[str]] = {
+    "fedjax": ["fedjax", "jax", "jaxlib"],
+    "fluke": [TORCH, "fluke-fl"],
+    "pfl": [TORCH, "pfl[pytorch]"],
+    "flower": [TORCH, "flwr[simulation]"],
+}
+"""Packages, and what to install for each; those on PyTorch get the same release of it as ours."""
+
+METHODS = ("fedavg", "pfedme", "tdpfed")
+OURS = ("ours", "ours without compiler", "plain")
+
+
+def export(path: Path, data_root: Path | None, conv: bool) -> str:
+    """Write every client's training samples, dealt and normalised as ours are; return their name."""
+    preset = "cifar10-paper" if conv else "mnist-paper"
+    data = prepare(load_config(preset, ["run.device=cpu", "algorithm.name=fedavg"]), data_root).federation
+    train = int(data.train_size.sum())
+    np.savez(path, x=data.x[:train].numpy(), y=data.y[:train].numpy(), sizes=data.train_size.numpy())
+    return data.name
+
+
+def install(folder: Path, name: str) -> tuple[str, str | None]:
+    """Make an environment for a package; return its Python, and what went wrong if anything did."""
+    python = folder / name / "bin" / "python"
+    for command in (
+        [sys.executable, "-m", "venv", str(folder / name)],
+        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PEERS[name]],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return str(python), "does not install: " + _last_line(done.stderr)
+    return str(python), None
+
+
+def measure(python: str, name: str, method: str, data: Path, rounds: int, extra: list[str]) -> dict[str, Any]:
+    """Run one package in a process of its own; return seconds of each counted round and versions, or an error."""
+    script = HERE / ("ours.py" if name.startswith("ours") else f"{name}_.py")
+    env = dict(os.environ)
+    if name == "ours without compiler":
+        env |= {"PATH": "/nonexistent", "CXX": "/nonexistent"}
+    command = [python, str(script), str(data), method, str(rounds), *(extra if name.startswith("ours") else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=1800)
+    except subprocess.TimeoutExpired:
+        return {"error": "does not end within half an hour"}
+    if done.returncode:
+        return {"error": "does not run: " + _last_line(done.stderr)}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def gemm_rate(repeats: int = 15) -> float:
+    """Return the machine's operations per second in a large float32 product."""
+    x, y = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    out = torch.empty_like(x)
+    seconds = alternate({"gemm": lambda: torch.mm(x, y, out=out)}, repeats, torch.device("cpu"))
+    return 2 * 2048**3 / seconds["gemm"]
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the medians as Markdown, with spreads and, for ours, how many times slower the others are."""
+    rows = [f"| | {' | '.join(result['methods'])} |", "| --- |" + " --- |" * len(result["methods"])]
+    names = list(dict.fromkeys(name for method in result["methods"].values() for name in method))
+    for name in names:
+        cells = []
+        for method, found in result["methods"].items():
+            one = found.get(name)
+            if one is None:
+                cells.append("-")
+            elif "error" in one:
+                cells.append(one["error"].partition(":")[0])
+            else:
+                ratio = one["median"] / found["ours"]["median"] if "median" in found.get("ours", {}) else float("nan")
+                spread = f"{one['least']:.3f} to {one['most']:.3f}"
+                cells.append(f"{one['median']:.3f} s ({spread}), {ratio:.1f}x")
+            del method
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    good = [turn for turn in turns if "error" not in turn]
+    if not good:
+        return {"error": turns[-1]["error"]}
+    seconds = [second for turn in good for second in turn["seconds"]]
+    return {
+        "median": statistics.median(seconds), "least": min(seconds), "most": max(seconds), "seconds": seconds,
+        "medians_of_turns": [statistics.median(turn["seconds"]) for turn in good], "versions": good[0]["versions"],
+        "failed_turns": len(turns) - len(good), **({"note": good[0]["note"]} if "note" in good[0] else {}),
+    }  # fmt: skip
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["no reason given"])[-1][:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-root", type=Path, default=None)
+    parser.add_argument("--conv", action="store_true", help="VGG8 on CIFAR-10's shapes, on ours and the plain loop")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--peers", default=",".join(PEERS), help="which packages; empty for none")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count in each turn")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of ours")
+    parser.add_argument("--environments", type=Path, default=None, help="keep environments here, and use those there")
+    parser.add_argument("--out", type=Path, default=None, help="benchmarks/results/peers.json by default, or peers-conv")
+    options = parser.parse_args()
+    out = options.out or HERE.parent / "results" / ("peers-conv.json" if options.conv else "peers.json")
+    extra = ["--conv", *options.set] if options.conv else list(options.set)
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "clients.npz"
+        name = export(data, options.data_root, options.conv)
+        pythons, errors = dict.fromkeys(OURS, sys.executable), dict[str, str]()
+        for peer in [] if options.conv else [peer for peer in options.peers.split(",") if peer]:
+            folder = options.environments or Path(place)
+            python = folder / peer / "bin" / "python"
+            pythons[peer], error = (str(python), None) if python.exists() else install(folder, peer)
+            if error is not None:
+                errors[peer] = error
+            print(f"{peer}: {error or 'installed'}", file=sys.stderr, flush=True)
+        methods: dict[str, dict[str, list[dict[str, Any]]]] = {method: {} for method in options.methods.split(",")}
+        rates = [gemm_rate()]
+        for turn in range(options.turns):
+            for method, found in methods.items():
+                for one, python in pythons.items():
+                    if method == "tdpfed" and one not in OURS:
+                        continue
+                    failed = errors.get(one) or next((t["error"] for t in found.get(one, []) if "error" in t), None)
+                    rounds = options.rounds if one in OURS[:2] or method != "tdpfed" else max(1, options.rounds // 3)
+                    answer = {"error": failed} if failed else measure(python, one, method, data, rounds, extra)
+                    found.setdefault(one, []).append(answer)
+                    said = answer.get("error") or f"{statistics.median(answer['seconds']):.3f} s per round"
+                    print(f"turn {turn + 1}, {method}, {one}: {said}", file=sys.stderr, flush=True)
+            rates.append(gemm_rate())
+    result: dict[str, Any] = {
+        "provenance": provenance(0, torch.device("cpu")), "data": name, "turns": options.turns, "set": options.set,
+        "workload": "VGG8, 10 clients, 25 local steps of 20" if options.conv else "DNN, 20 clients, 23 local steps of 20",
+        "gemm_gflops": [rate / 1e9 for rate in rates],
+        "methods": {m: {n: _summary(turns) for n, turns in found.items()} for m, found in methods.items()},
+    }  # fmt: skip
+    if not options.conv:
+        rate = statistics.median(rates)
+        result["floor_seconds"] = {method: operations(method) / rate for method in methods}
+    write(out, result)
+    text = table(result)
+    out.with_suffix(".md").write_text(_page(result, text, out.name))
+    print(text)
+    print(f"written to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
+
+
+def _page(result: dict[str, Any], text: str, name: str) -> str:
+    made = result["provenance"]
+    hardware, commit = made["hardware"], (made["commit"] or "unknown")[:12] + (" with changes" if made["dirty"] else "")
+    floors = ", ".join(f"{method} {seconds:.3f} s" for method, seconds in result.get("floor_seconds", {}).items())
+    return (
+        f"# Seconds per round: {result['workload']}, {result['data']}\n\nMedian (least to most), and how many times "
+        f"that of ours.\n\n{text}\n"
+        + (f"Counted operations at the rate of a large product, {statistics.median(result['gemm_gflops']):.0f} GFLOP/s in "
+           f"the same run: {floors}.\n\n" if floors else "")
+        + f"{hardware['cpu']}, {hardware['threads']} threads; torch {made['versions']['torch']}, Python "
+        f"{made['versions']['python']}; commit {commit}; {made['date'][:10]}. Versions of all packages and every round's "
+        f"seconds: [{name}]({name}).\n"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Several processes as one run: the same bits as one process, in any number, stopped and resumed in any other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typer.testing import CliRunner
+
+import small
+from hub import together
+from tdpfed import Local, Participation
+from tdpfed.aggregate import Rule
+from tdpfed.cli import app
+from tdpfed.config import load_config
+from tdpfed.engine.checkpoint import Checkpoints
+from tdpfed.engine.diagnostics import Diagnostics
+from tdpfed.engine.ranks import ALONE, Ranks, joined
+from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.uplink import Attack
+from tdpfed.errors import RankError, TDPFedError
+from tdpfed.session import Session
+
+SETTINGS = [
+    "run.rounds=6", "run.evaluate_every=1", "run.threads=1", "checkpoint.every=2", "participation.clients=3",
+    "algorithm.tau=2", "algorithm.s_prime=2",
+]  # fmt: skip
+
+
+@contextmanager
+def silent(simulation: Any, rounds: int, records: Any) -> Any:
+    yield lambda _: None
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in found]
+
+
+# Rows find their way
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_gathered_rows_are_everybodys_in_order(world: int) -> None:
+    clients = torch.tensor([7, 2, 3, 9, 4, 12])
+    rows = {"a": torch.randn(6, 3, dtype=torch.float64), "b": torch.arange(6), "c": torch.rand(6, 2, 2) > 0.5}
+    rows["d"] = torch.randn(6, 5).to(torch.bfloat16)
+
+    def work(ranks: Ranks) -> dict[str, Tensor]:
+        mine = ranks.part(rows, clients)
+        assert len(mine["b"]) == len(ranks.own(clients))
+        return ranks.gather(mine, clients)
+
+    for result in together(world, work):
+        assert isinstance(result, dict), result
+        assert all(result[name].dtype == value.dtype for name, value in rows.items())
+        assert all(torch.equal(result[name], value) for name, value in rows.items())
+
+
+def test_bytes_reach_everybody() -> None:
+    def work(ranks: Ranks) -> list[bytes]:
+        return [ranks.broadcast(f"from {ranks.rank}".encode() if full else b"", 1) for full in (True, False)]
+
+    assert together(3, work) == [[b"from 1", b""]] * 3
+    assert ALONE.broadcast(b"x") == b"x"
+
+
+def test_what_stops_one_stops_all_and_the_first_says_why() -> None:
+    def work(ranks: Ranks, bad: set[int]) -> str:
+        with ranks.agreement():
+            if ranks.rank in bad:
+                raise TDPFedError(f"no data on {ranks.rank}")
+        return "went on"
+
+    assert together(3, lambda ranks: work(ranks, set())) == ["went on"] * 3
+    for bad, words in (({2}, "rank 2: no data on 2"), ({0, 1}, "no data on 0")):
+        first, *others = together(3, lambda ranks, bad=bad: work(ranks, bad))  # type: ignore[misc]
+        assert isinstance(first, TDPFedError)
+        assert str(first) == words
+        assert all(isinstance(other, SystemExit) and other.code == 2 for other in others)
+    with pytest.raises(TDPFedError, match="no data on 0"):
+        work(ALONE, {0})
+
+
+# A simulation in several processes is the simulation
+
+
+@pytest.mark.parametrize("name", small.variants())
+def test_any_number_of_ranks_equals_one(name: str) -> None:
+    def work(ranks: Ranks) -> tuple[list[Any], dict[str, Tensor], Simulation]:
+        simulation = Simulation(
+            small.mlp(), small.federation(7, dtype=torch.float32), small.variants()[name], seed=3,
+            participation=Participation(3, dropout=0.2), evaluate_clients=5, ranks=ranks,
+        )  # fmt: skip
+        records = [record.as_dict() | {"seconds": 0} for record in simulation.run(5)]
+        return records, simulation.server, simulation
+
+    records, server, whole = work(ALONE)
+    for world in (2, 4):
+        for rank, result in enumerate(together(world, work)):
+            assert isinstance(result, tuple), result
+            assert result[0] == records
+            assert all(torch.equal(value, server[name]) for name, value in result[1].items())
+            for key, value in result[2].private.items():
+                assert torch.equal(value, whole.private[key][rank::world])
+            assert len(result[2].federation.y) < len(whole.federation.y)
+
+
+def test_attacks_codecs_and_robust_rules_see_all_uploads() -> None:
+    def work(ranks: Ranks) -> tuple[list[Any], list[str]]:
+        simulation = Simulation(
+            small.mlp(), small.federation(8, dtype=torch.float32), small.variants()["tdpfed"], codec="int8",
+            rule=Rule("trimmed-mean", gauge=0.05), attack=Attack("alie", 0.25), ranks=ranks,
+        )  # fmt: skip
+        records, refused = [], []
+        for _ in range(3):
+            records += [record.as_dict() | {"seconds": 0} for record in simulation.run(1)]
+            refused += [str(one) for one in simulation.refused]
+        return records, refused
+
+    expected = work(ALONE)
+    assert together(3, work) == [expected] * 3
+
+
+@pytest.mark.parametrize("eta", [0.05, 1e30])
+def test_a_run_that_diverges_says_so_everywhere(eta: float) -> None:
+    def work(ranks: Ranks) -> None:
+        simulation = Simulation(
+            small.mlp(), small.federation(dtype=torch.float32), Local(eta=eta, tau=3),
+            ranks=ranks,
+        )  # fmt: skip
+        list(simulation.run(2))
+
+    results = together(2, work)
+    if eta < 1:
+        assert results == [None, None]
+    else:
+        assert all("the run diverges" in str(result) for result in results)
+        assert len({str(result) for result in results}) == 1
+
+
+def test_what_several_processes_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TDPFedError, match="torchrun: 6 processes given, must be at most 5, the number of clients"):
+        small.train(small.variants()["fedavg"], ranks=Ranks(0, 6))
+    with pytest.raises(TDPFedError, match=r"run\.diagnostics_every: must be 0 in several processes"):
+        small.train(small.variants()["tdpfed"], ranks=Ranks(0, 2), diagnostics=Diagnostics())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ALONE.check_devices()
+    with pytest.raises(TDPFedError, match="--nproc-per-node 2 given, must be at most 1, the GPUs of this machine"):
+        Ranks(0, 2).check_devices()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(app, ["compare"])
+    assert "in several processes only 'run' works" in str(done.exception)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(TDPFedError, match="torchrun: the processes cannot reach each other"), joined():
+        pass
+
+
+# Sessions: one writes, and a checkpoint does not know how many there were
+
+
+def session(path: Path, ranks: Ranks, stop: int | None = None, every: int = 2) -> str:
+    """Begin or resume a run, to its end or until a round after which the process is gone."""
+    begun = (path / "config.toml").exists() if ranks.leads else None
+    if ranks.broadcast(b"1" if begun else b"") == b"1":
+        made = Session.resume(path, None, ranks)
+    else:
+        made = Session.begin(load_config("digits", [*SETTINGS, f"checkpoint.every={every}"]), path, None, ranks)
+
+    @contextmanager
+    def until(simulation: Any, rounds: int, records: Any) -> Any:
+        def on_round(current: Any) -> None:
+            if current.round == stop and ranks.rank == ranks.world - 1:
+                raise MemoryError("gone")
+
+        yield on_round
+
+    summary: dict[str, Any] = made.run(until)
+    return str(summary["status"])
+
+
+def test_stopped_and_resumed_in_other_numbers_it_is_the_same_run(tmp_path: Path) -> None:
+    assert session(tmp_path / "one", ALONE) == "finished"
+    for number, (first, second) in enumerate([(2, 1), (1, 3), (3, 2)]):
+        folder = tmp_path / str(number)
+        *others, last = together(first, lambda ranks, folder=folder: session(folder, ranks, stop=5))  # type: ignore[misc]
+        assert isinstance(last, MemoryError)
+        assert all(isinstance(error, RankError) and "go on with --resume" in str(error) for error in others)
+        ended = together(second, lambda ranks, folder=folder: session(folder, ranks))  # type: ignore[misc]
+        assert ended == ["finished"] * second
+        assert lines(folder) == lines(tmp_path / "one")
+        left, right = (Checkpoints(path / "checkpoints").load() for path in (tmp_path / "one", folder))
+        assert left is not None
+        assert right is not None
+        rows = [found[0].private.rows(torch.arange(10)) for found in (left, right)]
+        assert all(torch.equal(value, rows[1][name]) for name, value in rows[0].items())
+        assert all(torch.equal(value, right[0].server[name]) for name, value in left[0].server.items())
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all(tmp_path: Path) -> None:
+    assert together(2, lambda ranks: session(tmp_path, ranks)) == ["finished"] * 2
+    whole = lines(tmp_path)
+    for path in (tmp_path / "checkpoints").glob("00000003-private*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert together(2, lambda ranks: session(tmp_path, ranks)) == ["finished"] * 2
+    assert lines(tmp_path) == whole
+    for path in (tmp_path / "checkpoints").glob("*-server*"):
+        path.write_bytes(b"")
+    first, second = together(2, lambda ranks: session(tmp_path, ranks))
+    assert "none in" in str(first)
+    assert isinstance(second, SystemExit)
+
+
+def test_a_run_without_checkpoints_starts_again_on_all(tmp_path: Path) -> None:
+    assert together(2, lambda ranks: session(tmp_path, ranks, every=0)) == ["finished"] * 2
+    whole = lines(tmp_path)
+    first, second = together(2, lambda ranks: session(tmp_path, ranks))
+    assert "is finished, and has no checkpoint" in str(first)
+    assert isinstance(second, SystemExit)
+    (tmp_path / "summary.json").unlink()
+    assert together(2, lambda ranks: session(tmp_path, ranks)) == ["finished"] * 2
+    assert lines(tmp_path) == whole
+
+
+def test_a_folder_in_use_and_a_full_disk_end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").write_text("x")
+    first, second = together(2, lambda ranks: session(tmp_path / "used", ranks))
+    assert "not empty" in str(first)
+    assert isinstance(second, SystemExit)
+
+    def full(self: Checkpoints, *_: Any) -> None:
+        raise TDPFedError("checkpoint: cannot write")
+
+    monkeypatch.setattr(Checkpoints, "save", full)
+    first, second = together(2, lambda ranks: session(tmp_path / "full", ranks))
+    assert str(first) == "checkpoint: cannot write"
+    assert isinstance(second, SystemExit)
+
+
+# In earnest: torchrun
+
+
+def torchrun(arguments: list[str], processes: int = 2) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    return subprocess.Popen(
+        [*command, "-m", "tdpfed", "run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_gives_the_same_metrics_and_survives_a_kill(tmp_path: Path) -> None:
+    rounds = [*SETTINGS, "run.rounds=40"]
+    Session.begin(load_config("digits", rounds), tmp_path / "one", None).run(silent)
+    settings = [word for setting in rounds for word in ("--set", setting)]
+    process = torchrun(["digits", *settings, "--out", str(tmp_path / "two"), "--json"])
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert json.loads(out)["rounds"] == 40  # one object from one rank
+    assert lines(tmp_path / "two") == lines(tmp_path / "one")
+    process = torchrun(["digits", *settings, "--out", str(tmp_path / "killed"), "--json"])
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").glob("checkpoints/*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    children = [
+        int(path.name) for path in Path("/proc").iterdir()
+        if path.name.isdigit() and f"\0{tmp_path / 'killed'}\0" in _command(path) and int(path.name) != process.pid
+    ]  # fmt: skip
+    os.kill(max(children), signal.SIGKILL)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert "error: torchrun: another process of the run is gone" in err
+    assert len(lines(tmp_path / "killed")) < 40
+    done = CliRunner().invoke(app, ["run", "--resume", str(tmp_path / "killed"), "--json"])
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "killed") == lines(tmp_path / "one")
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_process_that_is_told_to_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What :func:`joined` does around a run, with a group of one."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def run(action: Callable[[], None]) -> Ranks:
+        with joined() as ranks:
+            action()
+        return ranks
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    def told() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    for rank, error, expected in (
+        (0, TDPFedError("x"), TDPFedError), (1, TDPFedError("x"), SystemExit), (1, RankError("x"), RankError),
+    ):  # fmt: skip
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(expected):
+            run(partial(fail, error))
+        assert run(lambda: None) == Ranks(rank, 2)
+    with pytest.raises(RankError, match="told to end"):
+        run(told)
+    assert signal.getsignal(signal.SIGTERM) is before
