@@ -117,7 +117,7 @@ BAD = {
         ["--sweep", "algorithm.compresion=2,4"],
         ["--sweep", "'algorithm.compresion'", "did you mean 'algorithm.compression'"],
     ),
-    "sweep key of another section": (["--sweep", "run.compression=2"], ["did you mean 'algorithm.compression'"]),
+    "sweep key of another section": (["--sweep", "algo.compression=2"], ["did you mean 'algorithm.compression'"]),
     "sweep section unknown": (["--sweep", "no.such=2"], ["--sweep", "'no.such'", "Allowed"]),
     "sweep key no method has": (
         ["--algorithms", "fedavg,local", "--sweep", "algorithm.compression=2"],

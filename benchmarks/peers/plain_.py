@@ -1,4 +1,4 @@
-"""The plain PyTorch loop of ``benchmarks/plain.py`` on the clients of ``run.py``: a module per client, ``torch.optim``."""
+"""The plain PyTorch loop of ``benchmarks/plain.py`` on the clients of ``run.py``."""
 
 import json
 import platform
@@ -12,10 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import plain  # noqa: E402
+import plain
 
-from tdpfed.data import Federation  # noqa: E402
-from tdpfed.models import build  # noqa: E402
+from tdpfed.data import Federation
+from tdpfed.models import build
 
 
 def main() -> None:
@@ -45,7 +45,11 @@ def main() -> None:
         began = time.perf_counter()
         one()
         seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": seconds[1:], "versions": {"torch": torch.__version__, "python": platform.python_version()}}))
+    print(
+        json.dumps(
+            {"seconds": seconds[1:], "versions": {"torch": torch.__version__, "python": platform.python_version()}}
+        )
+    )
 
 
 if __name__ == "__main__":

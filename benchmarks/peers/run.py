@@ -140,7 +140,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count in each turn")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of ours")
     parser.add_argument("--environments", type=Path, default=None, help="keep environments here, and use those there")
-    parser.add_argument("--out", type=Path, default=None, help="benchmarks/results/peers.json by default, or peers-conv")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="benchmarks/results/peers.json by default, or peers-conv"
+    )
     options = parser.parse_args()
     out = options.out or HERE.parent / "results" / ("peers-conv.json" if options.conv else "peers.json")
     extra = ["--conv", *options.set] if options.conv else list(options.set)
@@ -171,7 +173,7 @@ def main() -> None:
             rates.append(gemm_rate())
     result: dict[str, Any] = {
         "provenance": provenance(0, torch.device("cpu")), "data": name, "turns": options.turns, "set": options.set,
-        "workload": "VGG8, 10 clients, 25 local steps of 20" if options.conv else "DNN, 20 clients, 23 local steps of 20",
+        "workload": f"{'VGG8, 10 clients, 25' if options.conv else 'MLP, 20 clients, 23'} local steps of 20 samples",
         "gemm_gflops": [rate / 1e9 for rate in rates],
         "methods": {m: {n: _summary(turns) for n, turns in found.items()} for m, found in methods.items()},
     }  # fmt: skip
@@ -192,11 +194,11 @@ def _page(result: dict[str, Any], text: str, name: str) -> str:
     return (
         f"# Seconds per round: {result['workload']}, {result['data']}\n\nMedian (least to most), and how many times "
         f"that of ours.\n\n{text}\n"
-        + (f"Counted operations at the rate of a large product, {statistics.median(result['gemm_gflops']):.0f} GFLOP/s in "
-           f"the same run: {floors}.\n\n" if floors else "")
+        + (f"Counted operations at the rate of a large product, {statistics.median(result['gemm_gflops']):.0f} GFLOP/s "
+           f"in the same run: {floors}.\n\n" if floors else "")
         + f"{hardware['cpu']}, {hardware['threads']} threads; torch {made['versions']['torch']}, Python "
-        f"{made['versions']['python']}; commit {commit}; {made['date'][:10]}. Versions of all packages and every round's "
-        f"seconds: [{name}]({name}).\n"
+        f"{made['versions']['python']}; commit {commit}; {made['date'][:10]}. Versions of all packages and every "
+        f"round's seconds: [{name}]({name}).\n"
     )  # fmt: skip
 
 

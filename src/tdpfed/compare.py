@@ -28,7 +28,7 @@ CAPTION = (
     "tenth of the clients. MB: of all clients together. To target: rounds and uploaded MB until the personalised "
     "accuracy was first found at the target, - where a run never was."
 )
-OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds"}
+OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
 """Keys that have an option of their own."""
 
 Setting = tuple[str, str]
@@ -185,7 +185,7 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
     try:
         first = load_config(source, chosen).run.seed
         return [
-            Cell(f"{label}-seed{seed}", load_config(source, [*chosen, f"run.seed={seed}"]))
+            Cell(f"{label}-seed{seed}", load_config(source, [*chosen, f"run.seed={seed}", "run.seeds=1"]))
             for seed in range(first, first + seeds)
         ]
     except TDPFedError as error:

@@ -27,6 +27,9 @@ class Run(Section):
 
     rounds: int = Field(50, ge=1, description="communication rounds")
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw follows from it")
+    seeds: int = Field(
+        1, ge=1, le=1000, description="how many runs, with seeds from run.seed on; on a GPU they are computed together"
+    )
     evaluate_every: int = Field(1, ge=1, description="evaluate after every so many rounds, and after the last")
     evaluate_clients: int | None = Field(None, ge=1, description="evaluate only so many clients, drawn by the seed")
     diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
@@ -37,6 +40,10 @@ class Run(Section):
     )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="clients computed together; auto: as many as fit"
+    )
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32",
+        description="how matrices are multiplied; tf32: on a GPU with 10 bits, bf16: the model's own layers with 7",
     )
     loggers: list[Literal["tensorboard", "mlflow"]] = Field([], description="where else records go, as a list")
 

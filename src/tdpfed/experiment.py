@@ -52,6 +52,7 @@ def prepare(
         rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
         attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
         privacy=_privacy(config),
+        precision=config.run.precision,
         evaluate_clients=config.run.evaluate_clients,
         state=config.engine.state,
         state_folder=state_folder,

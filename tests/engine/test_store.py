@@ -262,7 +262,7 @@ def test_a_run_in_a_file_is_resumed_and_leaves_none(tmp_path: Path) -> None:
         assert session.simulation.store.place == place
         assert session.simulation.round == 4
     lines = [(tmp_path / place / "metrics.jsonl").read_text().count("null") for place in ("ram", "mmap")]
-    assert lines[0] == lines[1] >= 4 * 6
+    assert lines[0] == lines[1] >= 2 * 6
     one, other = (Session.resume(tmp_path / place, None).simulation for place in ("ram", "mmap"))
     assert small.equal(one, other)
     assert {path.name for path in (tmp_path / "mmap").iterdir()} == {

@@ -64,7 +64,9 @@ class Ranks:
         held = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         everybody = torch.empty_like(held).index_copy(0, order, held)
         return {
-            name: columns.clone(memory_format=torch.contiguous_format).view(value.dtype).reshape(len(clients), *value.shape[1:])
+            name: columns.clone(memory_format=torch.contiguous_format)
+            .view(value.dtype)
+            .reshape(len(clients), *value.shape[1:])
             for (name, value), columns in zip(rows.items(), everybody.split(sizes, 1), strict=True)
         }
 
@@ -106,6 +108,11 @@ class Ranks:
             if len(text):
                 dist.broadcast(text, source)
         return text.numpy().tobytes()
+
+    def alone(self, what: str) -> None:
+        """Refuse what works in one process only."""
+        if self.world > 1:
+            raise TDPFedError(f"torchrun: {self.world} processes given, must be 1 for {what}")
 
     def check_devices(self) -> None:
         """Refuse more processes on a machine than it has GPUs."""

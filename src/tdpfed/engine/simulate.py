@@ -18,6 +18,7 @@ from tdpfed.engine.attacks import attackers, flip_labels
 from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings, not_finite
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.runners import Outcome, Runner, RunnerName
@@ -25,9 +26,9 @@ from tdpfed.engine.sampling import Stream, choose, key
 from tdpfed.engine.store import Place, Store
 from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError
-from tdpfed.objective import Loss, Objective
+from tdpfed.objective import Loss, Objective, cross_entropy
 from tdpfed.privacy import Accountant, Privacy, private_average
-from tdpfed.wire import Codec, Kind, Rejected, encoded_size
+from tdpfed.wire import Codec, Rejected, encoded_size
 
 EVERYBODY = Participation()
 MEAN = Rule()
@@ -46,12 +47,13 @@ class Simulation:
         participation: Participation = EVERYBODY,
         runner: RunnerName = "batched",
         chunk: int | None = None,
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss = cross_entropy,
         diagnostics: Diagnostics | None = None,
         codec: Codec = "float32",
         rule: Rule = MEAN,
         attack: Attack | None = None,
         privacy: Privacy | None = None,
+        precision: Precision = "float32",
         evaluate_clients: int | None = None,
         state: Place = "auto",
         state_folder: Path | None = None,
@@ -60,9 +62,9 @@ class Simulation:
         for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
             if not isinstance(given, kind):
                 raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
-        check_settings(seed, runner, chunk, participation, rule, federation.clients, evaluate_clients, ranks)
+        check_settings(seed, runner, chunk, precision, participation, rule, federation.clients, evaluate_clients, ranks)
         # A copy, where the data are: the caller's model stays as it is.
-        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
+        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss, short=precision == "bf16")
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
         self.honest = ~hostile  # whose accuracy counts
         if attack is not None and attack.kind == "label-flip":
@@ -85,7 +87,7 @@ class Simulation:
         if ranks.world > 1:
             federation = federation.only(ranks.own(torch.arange(federation.clients)))
         self.federation = federation
-        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
+        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk, precision=precision)
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
         self.server: State = self.algorithm.init(theta, generator)
@@ -174,6 +176,10 @@ class Simulation:
 
     def record(self, seconds: float) -> Record:
         """Evaluate the models after the current round; hostile clients' accuracy is listed but does not count."""
+        with arithmetic(self.runner.precision):
+            return self._record(seconds)
+
+    def _record(self, seconds: float) -> Record:
         mine = self.ranks.own(self.judged)
         personal = self._score(self.judged, lambda some: self.algorithm.personalized(self.store.rows(mine[some])))
         honest, own = personal.of(self.honest[self.judged]), None
@@ -319,20 +325,12 @@ class Simulation:
     def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
         """Add to the ledger exactly the bytes of the messages, headers included."""
         message = self.algorithm.broadcast(self.server, replace(turn, clients=turn.clients[:1]))
-        number, clients = int(turn.round), turn.clients.tolist()
-        senders = [client for client, sent in zip(clients, reported.tolist(), strict=True) if sent]
-        self.ledger.downlink += self._bytes(message, "down", "float32", number, clients)
-        self.ledger.uplink += self._bytes(outcome.upload, "up", self.uplink.codec, number, senders)
-        self.ledger.client_rounds += len(clients)
-        self.ledger.uploads += len(senders)
-
-    def _bytes(self, state: State, kind: Kind, codec: Codec, number: int, clients: list[int]) -> int:
-        lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
-        samples = self.federation.train_size[clients].tolist() if kind == "up" else [0] * len(clients)
-        return sum(
-            encoded_size(lengths, layouts, codec, kind=kind, round_=number, client=k, samples=count)
-            for k, count in zip(clients, samples, strict=True)
-        )
+        senders = replace(turn, clients=turn.clients[reported.to(turn.clients.device)])
+        samples = self.federation.train_size[senders.clients].tolist()
+        self.ledger.downlink += self.uplink.bytes_down(message, turn)
+        self.ledger.uplink += self.uplink.bytes_up(outcome.upload, senders, samples)
+        self.ledger.client_rounds += len(turn.clients)
+        self.ledger.uploads += len(senders.clients)
 
 
 def _cut(state: State, rows: slice) -> State:

@@ -16,7 +16,7 @@ from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.engine import attacks
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.plan import FactorPlan
-from tdpfed.wire import Codec, Rejected, lossy, screen
+from tdpfed.wire import Codec, Kind, Rejected, encoded_size, lossy, screen
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,21 @@ class Uplink:
                 reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
                 refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
         return refused
+
+    def bytes_up(self, uploads: State, senders: Turn, samples: list[int]) -> int:
+        """Return exactly the bytes of the senders' messages, headers included."""
+        return self._bytes(uploads, "up", self.codec, senders, samples)
+
+    def bytes_down(self, message: State, receivers: Turn) -> int:
+        """Return exactly the bytes of what is sent to the receivers; ``message`` is that of any of them."""
+        return self._bytes(message, "down", "float32", receivers, [0] * len(receivers.clients))
+
+    def _bytes(self, state: State, kind: Kind, codec: Codec, turn: Turn, samples: list[int]) -> int:
+        lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
+        return sum(
+            encoded_size(lengths, layouts, codec, kind=kind, round_=int(turn.round), client=client, samples=count)
+            for client, count in zip(turn.clients.tolist(), samples, strict=True)
+        )
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
