@@ -25,11 +25,11 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from common import ROOT, alternate, provenance, write  # noqa: E402
-from floor import operations  # noqa: E402
+from common import ROOT, alternate, provenance, write
+from floor import operations
 
-from tdpfed.config import load_config  # noqa: E402
-from tdpfed.experiment import prepare  # noqa: E402
+from tdpfed.config import load_config
+from tdpfed.experiment import prepare
 
 TORCH = f"torch=={torch.__version__}"
 PEERS: dict[str, list[str]] = {
