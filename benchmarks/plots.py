@@ -1,4 +1,4 @@
-"""Draw ``docs/performance.svg`` from the results of ``scale.py``: seconds per round against clients, model and ranks."""
+"""Draw ``docs/performance.svg`` from the results of ``scale.py``: seconds against clients, model size and processes."""
 
 import json
 import statistics

@@ -19,7 +19,7 @@ for _ in range(50):
 
 from fluke import DDict, FlukeENV  # type: ignore[import-not-found]
 from fluke.algorithms.fedavg import FedAVG  # type: ignore[import-not-found]
-from fluke.algorithms.pfedme import PFedMe  # type: ignore[import-not-found]
+from fluke.algorithms.pfedme import PFedMe, PFedMeOptimizer  # type: ignore[import-not-found]
 from fluke.data import FastDataLoader  # type: ignore[import-not-found]
 from shared_ import BATCH, ETA, ETA_P, INNER, LAM, arguments, clients, report, timed, unsupported
 from torch import nn
@@ -47,7 +47,7 @@ def main() -> None:
         unsupported(method)
     FlukeENV().set_seed(0)
     FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
-    own = {"name": "PFedMeOptimizer", "lr": ETA_P, "lamda": LAM} if method == "pfedme" else {"lr": ETA}
+    own = {"name": PFedMeOptimizer, "lr": ETA_P, "lamda": LAM} if method == "pfedme" else {"lr": ETA}
     hyper = DDict(
         client={"batch_size": BATCH, "local_epochs": 1, "loss": "CrossEntropyLoss", "optimizer": own,
                 "scheduler": {"step_size": 1, "gamma": 1}, **({"k": INNER} if method == "pfedme" else {})},

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 
 import numpy as np
@@ -24,6 +25,7 @@ def arguments() -> tuple[str, str, int]:
     return path, method, int(rounds)
 
 
+@cache
 def clients(path: str) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
     """Return each client's flat inputs and labels, as many as it needs for a round."""
     with np.load(path, allow_pickle=False) as given:

@@ -57,6 +57,18 @@ def test_types_shapes_and_names() -> None:
         assert tensor.is_contiguous()
 
 
+@pytest.mark.parametrize("clients", [[0, 2], [3], [0, 1, 2, 3]])
+def test_only_some_clients_keep_their_samples_and_all_their_numbers(clients: list[int]) -> None:
+    whole = own(samples=43)
+    some = whole.only(torch.tensor(clients))
+    assert some.clients == 4
+    assert torch.equal(some.train_size, whole.train_size)
+    assert torch.equal(some.test_size, whole.test_size)
+    assert len(some.x) == len(some.y) == sum(len(whole.client(k)[i]) for k in clients for i in (0, 2))
+    for k in clients:
+        assert all(torch.equal(a, b) for a, b in zip(some.client(k), whole.client(k), strict=True))
+
+
 def test_client_returns_views() -> None:
     fed = own()
     assert fed.client(1)[0].untyped_storage().data_ptr() == fed.x.untyped_storage().data_ptr()

@@ -199,5 +199,5 @@ def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def _as_bytes(value: Tensor) -> Tensor:
-    return value.contiguous().reshape(len(value), math.prod(value.shape[1:])).view(torch.uint8)
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)

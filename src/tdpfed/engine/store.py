@@ -20,6 +20,7 @@ from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.errors import TDPFedError, unknown
 
 Place = Literal["auto", "ram", "mmap"]
+ASSIGNABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 
 
 class Rows(Protocol):
@@ -81,7 +82,7 @@ class Store:
         rows = {name: first.expand(len(ids), *first.shape).clone() for name, first in self.start.items()}
         for name, value in self._at(ids[known]).items():
             if value.numel():
-                as_bytes(rows[name])[known.to(value.device)] = as_bytes(value)
+                assign(rows[name], known.to(value.device), value)
         return rows
 
     def put(self, clients: Tensor, rows: State) -> None:
@@ -89,8 +90,7 @@ class Store:
         ids = self.ranks.own(clients).cpu()
         for name, value in self._values.items():
             if len(ids) and value.numel():
-                slots = self._slots(ids).to(value.device)
-                as_bytes(value)[slots] = as_bytes(rows[name].to(value.device).contiguous())
+                assign(value, self._slots(ids).to(value.device), rows[name].to(value.device))
         self.touched[clients.cpu()] = True
 
     def whole(self) -> State:
@@ -159,6 +159,14 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
-def as_bytes(value: Tensor) -> Tensor:
-    """Return rows ``(K, ...)`` as bytes ``(K, n)``: not every dtype can be assigned by index."""
-    return value.reshape(len(value), math.prod(value.shape[1:])).view(torch.uint8)
+def assign(value: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Replace rows of ``value`` by index or mask; what PyTorch cannot assign is assigned as bytes."""
+    if value.dtype in ASSIGNABLE:
+        value[index] = rows
+    else:
+        as_bytes(value)[index] = as_bytes(rows)
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return rows ``(K, ...)`` as bytes ``(K, n)``."""
+    return rows.contiguous().reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
