@@ -1,14 +1,22 @@
-"""The plain PyTorch loop of ``benchmarks/plain.py`` on the clients of ``run.py``."""
+"""The plain PyTorch loop of ``benchmarks/plain.py`` on the clients of ``run.py``.
 
+With ``--loaders`` as research code in the manner of PFLlib has it: each client's samples are a list of pairs behind a
+``DataLoader``, instead of slices of a tensor.
+"""
+
+import itertools
 import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -16,6 +24,29 @@ import plain
 
 from tdpfed.data import Federation
 from tdpfed.models import build
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    """A list of pairs."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pairs = list(zip(x, y, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.pairs[index]
+
+
+def loaders(data: Federation) -> Callable[[Federation, int], Iterator[tuple[Tensor, Tensor]]]:
+    """Return minibatches from a DataLoader over pairs, as many samples as a round needs."""
+    count = plain.TAU * plain.BATCH
+    parts = [data.client(k) for k in range(data.clients)]
+    made: list[Any] = [
+        DataLoader(Pairs(x[:count], y[:count]), plain.BATCH, drop_last=True, shuffle=True) for x, y, _, _ in parts
+    ]
+    return lambda _, client: itertools.islice(itertools.cycle(made[client]), plain.TAU)
 
 
 def main() -> None:
@@ -30,6 +61,8 @@ def main() -> None:
     if conv:
         plain.TAU, plain.S, plain.S_PRIME = 25, 4, 15
         plain.LAM, plain.ETA, plain.ETA_P, plain.ETA_FACTORS = 14.0, 0.01, 0.03, 4e-5
+    if "--loaders" in sys.argv:
+        plain.minibatches = loaders(data)  # type: ignore[assignment]
     factors = [plain.initial_factors(model, 2.0)]
 
     def tdpfed_round() -> None:

@@ -41,7 +41,7 @@ PEERS: dict[str, list[str]] = {
 """Packages, and what to install for each; those on PyTorch get the same release of it as ours."""
 
 METHODS = ("fedavg", "pfedme", "tdpfed")
-OURS = ("ours", "ours without compiler", "plain")
+OURS = ("ours", "ours without compiler", "plain loop", "plain loop with loaders")
 
 
 def export(path: Path, data_root: Path | None, conv: bool) -> str:
@@ -68,11 +68,19 @@ def install(folder: Path, name: str) -> tuple[str, str | None]:
 
 def measure(python: str, name: str, method: str, data: Path, rounds: int, extra: list[str]) -> dict[str, Any]:
     """Run one package in a process of its own; return seconds of each counted round and versions, or an error."""
-    script = HERE / ("ours.py" if name.startswith("ours") else f"{name}_.py")
+    kind = name.partition(" ")[0]
+    script = HERE / ("ours.py" if kind == "ours" else f"{kind}_.py")
     env = dict(os.environ)
     if name == "ours without compiler":
         env |= {"PATH": "/nonexistent", "CXX": "/nonexistent"}
-    command = [python, str(script), str(data), method, str(rounds), *(extra if name.startswith("ours") else [])]
+    command = [
+        python,
+        str(script),
+        str(data),
+        method,
+        str(rounds),
+        *(extra if kind == "ours" else ["--loaders"] if "loaders" in name else []),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=1800)
     except subprocess.TimeoutExpired:
@@ -162,7 +170,7 @@ def main() -> None:
         for turn in range(options.turns):
             for method, found in methods.items():
                 for one, python in pythons.items():
-                    if method == "tdpfed" and one not in OURS:
+                    if (method == "tdpfed" and one not in OURS[:3]) or (options.conv and "loaders" in one):
                         continue
                     failed = errors.get(one) or next((t["error"] for t in found.get(one, []) if "error" in t), None)
                     rounds = options.rounds if one in OURS[:2] or method != "tdpfed" else max(1, options.rounds // 3)
