@@ -73,14 +73,8 @@ def measure(python: str, name: str, method: str, data: Path, rounds: int, extra:
     env = dict(os.environ)
     if name == "ours without compiler":
         env |= {"PATH": "/nonexistent", "CXX": "/nonexistent"}
-    command = [
-        python,
-        str(script),
-        str(data),
-        method,
-        str(rounds),
-        *(extra if kind == "ours" else ["--loaders"] if "loaders" in name else []),
-    ]
+    more = {"ours": extra, "plain": ["--loaders"] if "loaders" in name else []}.get(kind, [])
+    command = [python, str(script), str(data), method, str(rounds), *more]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=1800)
     except subprocess.TimeoutExpired:
