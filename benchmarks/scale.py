@@ -2,8 +2,9 @@
 
 ``clients``: federations of 200 to 10,000 clients with 100 samples each, of which 100 take part in a round; the paper's
 DNN, 23 local steps of 20 samples. ``models``: 20 clients, a hidden layer of 25 to 1600 units. ``ranks``: 100 of 1,000
-clients in one process of one thread, one of two threads, and two processes of one thread. Each case is a process of its
-own, and cases take turns. The samples are random numbers in MNIST's shapes, which changes no timing.
+clients in one process of one thread, one of two threads, and two processes of one thread. Federations take turns in one
+process, round by round; memory and checkpoints, and the other cases, have a process each. The samples are random
+numbers in MNIST's shapes, which changes no timing.
 """
 
 import argparse
@@ -114,6 +115,24 @@ def ranks(population: int, rounds: int) -> dict[str, Any] | None:
         return found if place.leads else None
 
 
+def in_turn(rounds: int) -> dict[str, list[float]]:
+    """Rounds of all federations in one process, one of each in turn: a noisy moment hits them alike."""
+    simulations = {
+        population: Simulation(
+            build("dnn", seed=0), federation(population), FedAvg(tau=23), participation=Participation(PARTICIPANTS)
+        )
+        for population in POPULATIONS
+    }
+    seconds: dict[str, list[float]] = {str(population): [] for population in simulations}
+    for turn in range(2 + rounds):
+        for population, simulation in simulations.items():
+            began = time.perf_counter()
+            simulation.step()
+            if turn >= 2:
+                seconds[str(population)].append(time.perf_counter() - began)
+    return seconds
+
+
 def _rounds(simulation: Simulation, rounds: int) -> list[float]:
     seconds = []
     for _ in range(rounds + 1):
@@ -155,7 +174,7 @@ def main() -> None:
     if options.case:
         first = int(options.case[0])
         if options.what == "clients":
-            answer: dict[str, Any] | None = clients(first, options.rounds, options.state)
+            answer: dict[str, Any] | None = clients(first, 4, options.state) if first else dict(in_turn(options.rounds))
         else:
             answer = (
                 models(first, options.case[1], options.rounds)
@@ -168,8 +187,9 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     for turn in range(options.turns):
         if options.what == "clients":
-            order = POPULATIONS if turn % 2 == 0 else POPULATIONS[::-1]
-            cases += [_ask(["clients", *common, str(population)]) for population in order]
+            seconds = _ask(["clients", *common, "0"])
+            found = [_ask(["clients", *common, str(population)]) for population in POPULATIONS]
+            cases += [{**case, "seconds": seconds[str(case["clients"])]} for case in found]
         elif options.what == "models":
             for method in ("fedavg", "pfedme", "tdpfed"):
                 cases += [_ask(["models", *common, str(hidden), method]) for hidden in HIDDEN]
