@@ -151,6 +151,9 @@ def test_what_several_processes_cannot_do_is_refused(monkeypatch: pytest.MonkeyP
         small.train(small.variants()["fedavg"], ranks=Ranks(0, 6))
     with pytest.raises(TDPFedError, match=r"run\.diagnostics_every: must be 0 in several processes"):
         small.train(small.variants()["tdpfed"], ranks=Ranks(0, 2), diagnostics=Diagnostics())
+    with pytest.raises(TDPFedError, match="torchrun: 2 processes given, must be 1 for several seeds"):
+        Ranks(0, 2).alone("several seeds")
+    ALONE.alone("anything")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     ALONE.check_devices()
