@@ -113,7 +113,7 @@ class Objective:
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
-        return theta.device.type == "cpu" and self._convolves
+        return theta.device.type == "cpu" and self.convolves
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
@@ -136,7 +136,8 @@ class Objective:
         return replayed(vmap(grad_and_value(self.value)))
 
     @cached_property
-    def _convolves(self) -> bool:
+    def convolves(self) -> bool:
+        """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
 
 
