@@ -22,7 +22,8 @@ def test_settings_are_those_asked_for_and_go_back(precision: Precision, short: b
             assert settings() == (short, short)
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, fail)
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert settings() == before
 
 
