@@ -200,3 +200,14 @@ def test_the_installed_command(tmp_path: Path) -> None:
     bad = run("plan", "own_models:normed", "--json", cwd=tmp_path)
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
     assert "BatchNorm2d" in bad.stderr
+
+
+def test_every_mistake_in_a_configuration_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(["run", "--set", "run.rounds=0", "--set", "data.clients=0", "--json"], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[:2] for line in err.splitlines()] == [["error", " run.rounds"], ["error", " data.clients"]]
+    assert list(tmp_path.iterdir()) == []

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config import describe, load_config, to_toml
+from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.grid import Cell, Outcome
+from tdpfed.keys import describe
 from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
 from tdpfed.report.group import Stat
@@ -62,7 +63,7 @@ def cells_of(
     if seeds < 1:
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
     load_config(source)  # what is wrong with it has nothing to do with the grid
-    keys = {name: {key for key, _, _ in describe(name)} for name in names}
+    keys = {name: {key.name for key in describe(name)} for name in names}
     given = [_setting("--set", text) for text in overrides]
     swept = [_sweep(text) for text in sweeps]
     _check_keys("--set", [key for key, _ in given if key.startswith("algorithm.")], keys)
