@@ -57,6 +57,7 @@ class GridProgress:
         self.all = bar.add_task("all runs", total=sum(cell.config.run.rounds for cell in cells), state="")
         self.now = bar.add_task("", total=None, state="", visible=False)
         self.rounds: dict[str, int] = {}
+        self.warned: set[str] = set()
 
     def start(self, cells: Sequence[Cell]) -> None:
         """Show that these runs begin."""
@@ -78,7 +79,8 @@ class GridProgress:
         rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
         self.ended += 1
         self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
-        for warning in outcome.warnings:
+        for warning in [one for one in outcome.warnings if one not in self.warned]:
+            self.warned.add(warning)  # runs of one configuration warn of the same
             self._say(f"warning: {name}: {warning}")
         if outcome.kept:
             self.kept += 1
