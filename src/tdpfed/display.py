@@ -117,7 +117,9 @@ def comparison_table(made: tables.Table, title: str, caption: str, width: int = 
     # One data set and one target are said once, not in every row.
     datasets, targets = ({str(row[at[name]]) for row in made.rows} for name in ("data set", "target %"))
     first = [*(["data set"] if len(datasets) > 1 else []), "method"]
-    columns = [*first, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
+    # Where runs failed, means are over different numbers of them.
+    counts = ["runs"] if len({row[at["runs"]] for row in made.rows}) > 1 else []
+    columns = [*first, *counts, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
     goal = "target" if len(targets) > 1 else f"{min(targets)} %"
     narrow = width < 120  # spreads and units then have lines of their own
     padding = (0, 0 if narrow else 1, 0, 0)
