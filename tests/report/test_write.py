@@ -1,6 +1,7 @@
 """Reports on disk: where they go, what they hold, what is refused, and how a page follows a run."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -283,15 +284,19 @@ def test_following_writes_the_page_with_every_change_until_the_run_ends(
 def test_a_folder_of_runs_stands_for_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = tmp_path / "grid"
     paths = [folders.make(grid / f"tdpfed-seed{s}", seed=s) for s in (10, 9, 1)]
+    for path in paths:  # begun at the same time: then by name
+        os.utime(path / "config.toml", (1e9, 1e9))
+    first = folders.make(grid / "zero", "algorithm.name=fedavg")
+    os.utime(first / "config.toml", (1e8, 1e8))
     (grid / "table.md").write_text("")
     (grid / "figures").mkdir()
     other = folders.make(tmp_path / "other", "algorithm.name=local")
     monkeypatch.chdir(tmp_path)
     assert call("grid") == (0, "grid/report.html\n", "")
     names = [run["name"] for run in data_of(grid / "report.html")["runs"]]
-    assert names == ["tdpfed-seed1", "tdpfed-seed9", "tdpfed-seed10"]
+    assert names == ["zero", "tdpfed-seed1", "tdpfed-seed9", "tdpfed-seed10"]
     assert call("grid", str(other)) == (0, "report.html\n", "")
-    assert len(data_of(tmp_path / "report.html")["runs"]) == 4
+    assert len(data_of(tmp_path / "report.html")["runs"]) == 5
     assert "tdpfed-seed9: given more than once" in call("grid", str(paths[1]))[2]
 
 

@@ -80,14 +80,14 @@ class Run:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return a run folder as it is, and of a folder of runs every one, by name."""
+    """Return a run folder as it is, and of a folder of runs every one, in the order in which they began."""
     if _is_run(path) or not path.is_dir():
         return [path]
     try:
-        inside = [one for one in path.iterdir() if _is_run(one)]
+        began = {one: (one / CONFIG).stat().st_mtime_ns for one in path.iterdir() if _is_run(one)}
     except OSError as error:
         raise TDPFedError(f"RUN: cannot read {str(path)!r} ({error.strerror})") from None
-    return sorted(inside, key=lambda one: _natural(one.name)) or [path]
+    return sorted(began, key=lambda one: (began[one], _natural(one.name))) or [path]
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
