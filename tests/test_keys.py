@@ -53,6 +53,9 @@ def test_keys_prints_a_table_for_a_method() -> None:
     assert "whole number ≥ 1" in line
     assert " 17 " in line
     assert '["*"]' in next(line for line in text.splitlines() if " algorithm.include " in line)
+    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["keys"]).stdout
+    assert all(f" {key.name} " in narrow for key in describe("tdpfed"))
+    assert "…" not in narrow
     assert "algorithm.s_prime" not in CliRunner().invoke(app, ["keys", "fedavg", "--json"]).output
     with pytest.raises(TDPFedError, match="did you mean 'fedavg'"):
         describe("fedvg")

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
 from tdpfed.errors import TDPFedError
@@ -32,7 +33,9 @@ def keys(
             {key.name: {"allowed": key.allowed, "default": key.default, "meaning": key.meaning} for key in found}
         )
         return
-    table = Table("key", "allowed", "default", "meaning")
+    table = Table(
+        Column("key", no_wrap=True), "allowed", Column("default", overflow="fold"), "meaning", box=SIMPLE_HEAD
+    )
     for key in found:
         # Escaped: square brackets are markup to rich.
         default = "-" if key.default is None else escape(json.dumps(key.default))
