@@ -33,9 +33,8 @@ def keys(
             {key.name: {"allowed": key.allowed, "default": key.default, "meaning": key.meaning} for key in found}
         )
         return
-    table = Table(
-        Column("key", no_wrap=True), "allowed", Column("default", overflow="fold"), "meaning", box=SIMPLE_HEAD
-    )
+    folded = [Column(title, overflow="fold") for title in ("allowed", "default", "meaning")]
+    table = Table(Column("key", no_wrap=True), *folded, box=SIMPLE_HEAD)
     for key in found:
         # Escaped: square brackets are markup to rich.
         default = "-" if key.default is None else escape(json.dumps(key.default))
