@@ -123,7 +123,11 @@ def test_a_cell_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(RuntimeError("can't\nallocate"), "RuntimeError: can't allocate"), (MemoryError(), "MemoryError")],
+    [
+        (RuntimeError("can't\nallocate"), "RuntimeError: can't allocate"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("x"), "KeyError: 'x'"),
+    ],
 )
 def test_a_cell_that_runs_out_of_memory_is_told_and_the_others_go_on(
     error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
