@@ -16,8 +16,8 @@ from tdpfed.report.read import IN_PROGRESS, Run, Series
 
 SEEDS = ("run.seed", "data.seed")
 ASIDE = (
-    *SEEDS, "run.seeds", "run.evaluate_every", "run.diagnostics_every", "run.device", "run.runner", "run.threads", "run.chunk",
-    "run.loggers", "checkpoint.every", "checkpoint.keep",
+    *SEEDS, "run.seeds", "run.evaluate_every", "run.diagnostics_every", "run.device", "run.runner", "run.threads",
+    "run.chunk", "run.loggers", "checkpoint.every", "checkpoint.keep",
 )  # fmt: skip
 """Settings that do not change what is learned, and so no name."""
 
