@@ -27,6 +27,11 @@ def gd(lr: float) -> Optimizer:
     return Optimizer(lambda _: (), lambda a, g, state, _: (torch.add(a, g, alpha=-lr), state))
 
 
+def descend(a: Tensor, g: Tensor, lr: float) -> Tensor:
+    """Return ``a - lr g`` in the memory of ``g``, which the caller gives up: one that is in the caches already."""
+    return torch.add(a, g, alpha=-lr, out=g)
+
+
 def nesterov(lr: float, momentum: float) -> Optimizer:
     """Gradient descent with Nesterov momentum; plain gradient descent at momentum 0."""
     if momentum == 0:
