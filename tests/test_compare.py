@@ -315,6 +315,19 @@ def test_the_best_is_bold_and_what_is_close_to_it_marked() -> None:
     assert "not apart from it" in text
 
 
+def test_how_many_runs_a_mean_is_over_is_shown_where_some_failed() -> None:
+    made = example("digits", "digits", "digits")
+    at = made.titles.index("runs")
+    counts = ["3", "3", "2"]
+    rows = [[counts[i] if k == at else cell for k, cell in enumerate(row)] for i, row in enumerate(made.rows)]
+    assert "runs" in shown(Table(made.titles, rows))
+    assert "runs" not in shown(made)
+
+
+def test_one_seed_is_said_to_tell_little() -> None:
+    assert any("one seed" in note for note in answer("--algorithms", "fedavg,local", "--seeds", "1", *QUICK)["notes"])
+
+
 def test_eighty_columns_are_enough() -> None:
     text = shown(example("digits", "digits", "digits"), width=80)
     for word in ("personal", "98.21", "± 0.34", "≈ 98.00", "rounds", "to 90 %", "seconds", "[red]m2"):

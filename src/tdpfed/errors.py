@@ -5,11 +5,19 @@ anything else that reaches the top is a bug and keeps its traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class TDPFedError(ValueError):
     """Bad input: a field, its value and what is allowed."""
+
+
+class CombinedError(TDPFedError):
+    """Several errors found at once; ``lines`` has each on its own."""
+
+    def __init__(self, errors: Sequence[TDPFedError]) -> None:
+        self.lines = [str(error) for error in errors]
+        super().__init__("; ".join(self.lines))
 
 
 class QuorumError(TDPFedError):
@@ -18,6 +26,12 @@ class QuorumError(TDPFedError):
 
 class RankError(TDPFedError):
     """Another process of a run in several processes is gone."""
+
+
+def raise_all(errors: Sequence[TDPFedError]) -> None:
+    """Raise what was found wrong, if anything was: one error as it is, several as one."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else CombinedError(errors)
 
 
 def unknown(field: str, value: object, allowed: Iterable[str]) -> TDPFedError:

@@ -113,7 +113,7 @@ def _run(
         errors = run_together(sessions, show)
         for session in [session for session in sessions if not session.summary]:
             session.end()  # killed after its last round and before its summary
-    except (TDPFedError, MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is the last
+    except Exception as error:  # a full memory, a full disk, code of the user's own: whatever it is, the others go on
         errors = [error] * len(cells)
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [

@@ -5,28 +5,22 @@ The model stays an ordinary ``nn.Module`` and is called as a function of a flat 
 """
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from tdpfed.convolution import as_products
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout, refuse_running_statistics
+from tdpfed.recording import Gradient, replayed
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
-Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-RECORDINGS = 16
-"""Kinds of input a recorded gradient is kept for."""
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -113,7 +107,7 @@ class Objective:
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
-        return theta.device.type == "cpu" and self._convolves
+        return theta.device.type == "cpu" and self.convolves
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
@@ -136,7 +130,8 @@ class Objective:
         return replayed(vmap(grad_and_value(self.value)))
 
     @cached_property
-    def _convolves(self) -> bool:
+    def convolves(self) -> bool:
+        """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
 
 
@@ -145,42 +140,3 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     if not trained:
         raise TDPFedError("model: no parameter requires a gradient, at least one must be trained")
     return trained
-
-
-def replayed(function: Gradient) -> Gradient:
-    """Return ``function``, recorded once per kind of input and replayed: the same operations, and so the same bits.
-
-    Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. A
-    function that cannot be recorded (its path depends on values) is called as it is. What a model's ``forward`` does
-    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept.
-    """
-    recorded: OrderedDict[tuple[object, ...], Gradient] = OrderedDict()
-
-    def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
-        return function(theta, x, y)
-
-    def call(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
-        if kind not in recorded:
-            try:
-                graph = _without_idle(make_fx(record)(theta, x, y))
-                recorded[kind] = as_products(graph) if theta.is_cuda else graph
-            except (MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception:  # whatever stops recording, calling it shows the real error if there is one
-                recorded[kind] = function
-            if len(recorded) > RECORDINGS:
-                recorded.popitem(last=False)
-        return recorded[kind](theta, x, y)
-
-    return call
-
-
-def _without_idle(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded graph without products with 1, which come with every layer's bias."""
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.aten.mul.Scalar and node.args[1] == 1:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.recompile()
-    return module

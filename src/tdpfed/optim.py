@@ -27,6 +27,11 @@ def gd(lr: float) -> Optimizer:
     return Optimizer(lambda _: (), lambda a, g, state, _: (torch.add(a, g, alpha=-lr), state))
 
 
+def descend(a: Tensor, g: Tensor, lr: float) -> Tensor:
+    """Return ``a - lr g`` in the memory of ``g``, which the caller gives up: one that is in the caches already."""
+    return torch.add(a, g, alpha=-lr, out=g)
+
+
 def nesterov(lr: float, momentum: float) -> Optimizer:
     """Gradient descent with Nesterov momentum; plain gradient descent at momentum 0."""
     if momentum == 0:
@@ -41,19 +46,45 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
     return Optimizer(lambda _: (), step)
 
 
+def proximal(lr: float, lam: float, momentum: float) -> Callable[[Tensor, Tensor, Tensor, State], tuple[Tensor, State]]:
+    """Return the step of :func:`nesterov` on ``f + lam/2 ||a - w||^2``, given f's gradient at ``a`` and ``w``.
+
+    Its state, the velocity, begins as ``()``.
+    """
+    rule = nesterov(lr, momentum)
+
+    def step(a: Tensor, g: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
+        if momentum == 0:  # a - lr (g + lam (a - w)) in two passes instead of three
+            return torch.lerp(a, w, lr * lam).sub_(g, alpha=lr), state
+        return rule.step(a, torch.add(g, a - w, alpha=lam), state, 1)
+
+    return step
+
+
 def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Adam with bias correction."""
 
     def step(a: Tensor, g: Tensor, state: State, count: int) -> tuple[Tensor, State]:
-        # Both bias corrections folded into two scalars, one pass over the vector less each.
-        root = (1 - beta2**count) ** 0.5
-        size, floor = lr * root / (1 - beta1**count), eps * root
         if a.is_cuda:
-            return _adam_kernel(a, g, state, beta1, beta2, size, floor)
-        mean, square = state[0].lerp_(g, 1 - beta1), state[1].mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        return torch.addcdiv(a, mean, square.sqrt().add_(floor), value=-size), (mean, square)
+            # Both bias corrections folded into two scalars, one pass over the vector less each.
+            root = (1 - beta2**count) ** 0.5
+            return _adam_kernel(a, g, state, beta1, beta2, lr * root / (1 - beta1**count), eps * root)
+        moved = a.clone(memory_format=torch.contiguous_format)
+        # One pass instead of six; client by client, so that the bits of one do not depend on its company.
+        next_, grads, means, squares = (
+            list(tensor.reshape(-1, a.shape[-1]).unbind()) for tensor in (moved, g.contiguous(), *state)
+        )
+        counts = [torch.tensor(float(count))] * len(next_)
+        torch._fused_adam_(
+            next_, grads, means, squares, [], counts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0,
+            eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return moved, state
 
-    return Optimizer(lambda a: (torch.zeros_like(a), torch.zeros_like(a)), step)
+    def init(a: Tensor) -> State:
+        return tuple(torch.zeros_like(a, memory_format=torch.contiguous_format) for _ in range(2))
+
+    return Optimizer(init, step)
 
 
 def _adam_kernel(

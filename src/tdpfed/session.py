@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tdpfed.advice import advice
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.ensemble import Ensemble, error_of
@@ -57,7 +58,9 @@ class Session:
             torch.set_num_threads(threads(config, simulation))
         with ranks.agreement():
             folder = RunFolder.create(path, to_toml(config)) if ranks.leads else NoFolder(path)
-        return cls(config, simulation, folder)
+        session = cls(config, simulation, folder)
+        session.warnings = advice(config, simulation.algorithm)
+        return session
 
     @classmethod
     def resume(cls, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tdpfed import optim
 from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
 
@@ -42,7 +43,7 @@ class FedAvg(Algorithm):
         """Return the parameters after ``tau`` steps, and the last loss."""
         for t in range(self.tau):
             g, loss = grad(theta, batches(t))
-            theta = torch.add(theta, g, alpha=-self.eta)
+            theta = optim.descend(theta, g, self.eta)
         return theta, loss
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:

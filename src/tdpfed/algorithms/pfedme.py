@@ -44,13 +44,14 @@ class PFedMe(Algorithm):
         """Alternate steps on theta and on the local model."""
         del private, turn
         w = theta = message["w"]
-        personal = optim.nesterov(self.eta_p, self.momentum)
+        personal = optim.proximal(self.eta_p, self.lam, self.momentum)
         for t in range(self.tau):
-            batch, velocity = batches(t), personal.init(theta)
-            for step in range(1, self.s + 1):
+            batch = batches(t)
+            velocity: optim.State = ()
+            for _ in range(self.s):
                 g, loss = grad(theta, batch)
-                theta, velocity = personal.step(theta, torch.add(g, theta - w, alpha=self.lam), velocity, step)
-            w = torch.add(w, w - theta, alpha=-self.eta * self.lam)
+                theta, velocity = personal(theta, g, w, velocity)
+            w = torch.lerp(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:

@@ -104,14 +104,14 @@ class TDPFed(Algorithm):
         a = space.pack(message["factors"])
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
-        personal = optim.nesterov(self.eta_p, self.momentum)
+        personal = optim.proximal(self.eta_p, self.lam, self.momentum)
         state: optim.State | None = None
         for t in range(self.tau):
             batch, w = batches(t), space.compose(a)
-            velocity = personal.init(theta)
-            for step in range(1, self.s + 1):
+            velocity: optim.State = ()
+            for _ in range(self.s):
                 g, loss = grad(theta, batch)
-                theta, velocity = personal.step(theta, torch.add(g, theta - w, alpha=self.lam), velocity, step)
+                theta, velocity = personal(theta, g, w, velocity)
             a, state = self._move_factors(a, space.target(theta), space, state, t)
             yield theta, space.unpack(a), loss
 

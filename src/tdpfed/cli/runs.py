@@ -196,14 +196,23 @@ def reproduce(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or in progress.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders, finished or in progress; or a folder of them, as compare makes it."
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; RUN/report.html for one run, else report.html.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page; RUN/report.html by default, or ./report.html for several. Missing folders are made.",
+        ),
     ] = None,
     export: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX)."
+            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX) here."
         ),
     ] = None,
     watch: Annotated[
@@ -212,13 +221,15 @@ def report(
     json_: Json = False,
 ) -> None:
     """Make one HTML page of runs that works offline: curves, clients, results, plan and configuration."""
-    from tdpfed.report import Report, follow, write_page
+    from tdpfed.report import Report, check_export, follow, write_page
     from tdpfed.report import export as write_exports
 
+    if export is not None:
+        check_export(export)
     told: set[str] = set()
 
     def tell_notes(made: Report) -> None:
-        follows = [f"following the run in {made.page}; Ctrl-C ends that"] if watch and made.running else []
+        follows = [f"following in {made.page}; Ctrl-C ends that"] if watch and made.unfinished else []
         new = [note for note in dict.fromkeys([*made.notes, *follows]) if note not in told]
         told.update(new)
         tell(f"note: {note}" for note in new)

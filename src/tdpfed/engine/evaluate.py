@@ -14,13 +14,17 @@ SAMPLES_AT_ONCE = 4096
 """Samples in one forward pass, over all clients computed together, where memory allows."""
 
 WIDTH = 128
-"""Samples of one client in one forward pass, at most."""
+"""Samples of one client in one forward pass of a CPU, at most."""
 
 PARAMETERS_AT_ONCE = 1 << 25
 """Parameters of all clients computed together."""
 
 VALUES_AT_ONCE = 1 << 28
 """Activations one forward pass may hold."""
+
+
+ENOUGH_ALONE = 100
+"""Samples per client from which a GPU is better at one client's convolutions after another's than at all of them."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def score(
     scored with it: all have pieces of one width, the last filled up with a sample that does not count.
     """
     longest = int(federation.test_size.max())
-    width = max(1, min(WIDTH, longest, at_once // LEAST_TOGETHER))
+    widest = WIDTH if federation.device.type == "cpu" else at_once  # the bits of a GPU depend on company anyway
+    width = max(1, min(widest, longest, at_once // LEAST_TOGETHER))
     together = max(LEAST_TOGETHER, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
     parts = [
         _few(
@@ -101,7 +106,7 @@ def _few(objective: Objective, theta: Tensor, federation: Federation, clients: T
     correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
     losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
     everybody = torch.arange(len(clients), device=theta.device)
-    alone = objective.one_by_one(theta)
+    alone = objective.one_by_one(theta) or (objective.convolves and int(size.sum()) >= ENOUGH_ALONE * len(clients))
     for done in range(0, int(size.max()), width):
         left = everybody[size > done]
         for rows in left.split(1 if alone else len(left)):

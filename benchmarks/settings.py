@@ -1,0 +1,174 @@
+"""Methods side by side in many settings: who wins where, by how much, and at what cost in bytes.
+
+``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--runs`` and writes
+tables, verdicts and plots of accuracy against uploaded bytes to ``--out``, of the settings that are finished. A study
+gives ``title``, ``text``, ``methods`` (a name and its settings) and ``settings`` (``preset``, ``seeds``, ``set``).
+"""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from common import ROOT, provenance, write
+from matplotlib.figure import Figure
+
+from tdpfed.config import load_config
+from tdpfed.grid import Cell, Outcome, run_cells
+from tdpfed.report.figures import COLOURS, MARKERS, STYLE
+from tdpfed.report.group import Group, Stat
+from tdpfed.report.read import read_run
+from tdpfed.report.table import reach, target_of
+
+COLUMNS = {
+    "personalized_accuracy": "personalised %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
+}  # fmt: skip
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
+    """Return the runs of each method in each setting, a cell per seed."""
+    return {
+        setting: {
+            method: [
+                Cell(
+                    f"{slug(setting)}_{slug(method)}_seed{seed}",
+                    load_config(
+                        given["preset"],
+                        [
+                            "checkpoint.every=50",
+                            "checkpoint.keep=1",
+                            *extra,
+                            *given["set"],
+                            *chosen,
+                            f"run.seed={seed}",
+                        ],
+                    ),
+                )
+                for seed in range(given["seeds"])
+            ]
+            for method, chosen in study["methods"].items()
+        }
+        for setting, given in study["settings"].items()
+        if not only or any(word in setting for word in only)
+    }
+
+
+def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
+    if stat.mean is None:
+        return "-"
+    spread = "" if stat.spread is None or scale != 100 else f" ± {scale * stat.spread:.{decimals}f}"
+    return f"{scale * stat.mean:,.{decimals}f}{spread}"
+
+
+def table(groups: Mapping[str, Group]) -> list[str]:
+    target = target_of(list(groups.values()))
+    goal = "" if target is None else f" to {100 * target:.0f} %"
+    lines = [
+        f"| | {' | '.join(COLUMNS.values())} | MB up | MB up{goal} |",
+        "| --- |" + " ---: |" * (len(COLUMNS) + 2),
+    ]
+    for method, group in groups.items():
+        figures = [shown(group.stat(key)) for key in COLUMNS]
+        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(reach(group, target)[1], 1e-6)]
+        lines.append(f"| {method} | {' | '.join([*figures, *sent])} |")
+    return lines
+
+
+def verdict(groups: Mapping[str, Group]) -> str:
+    """Return in a sentence who is best, who is not apart from it, and who of these sends least."""
+    stats = {method: group.stat("personalized_accuracy") for method, group in groups.items()}
+    best = max(stats, key=lambda method: stats[method].mean or 0.0)
+    close = [method for method in stats if method != best and not stats[method].apart(stats[best])]
+    text = f"Best personalised accuracy: **{best}**, {shown(stats[best])} %"
+    if stats[best].spread is None:
+        return f"{text} (one seed: nothing says how far apart others are)."
+    text += f"; not apart from it: {', '.join(close)}." if close else "; all others are apart from it."
+    sends = {method: groups[method].stat("uplink_bytes").mean or 0.0 for method in (best, *close)}
+    least = min(sends, key=lambda method: sends[method])
+    return f"{text} Of these {least} sends least, {sends[least] / 1e6:,.2f} MB." if close else text
+
+
+def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes: Any = figure.subplots()
+        for i, (method, group) in enumerate(groups.items()):
+            sent = [None if b is None else b / 1e6 for b in group.mean["uplink_bytes"]]
+            accuracy = [None if a is None else 100 * a for a in group.mean["personalized_accuracy"]]
+            look = {"color": COLOURS[i % len(COLOURS)], "label": method}
+            if not any(sent):
+                axes.axhline(accuracy[-1], linestyle="--", **look)
+                continue
+            dash = "-" if i < len(COLOURS) else ":"
+            axes.plot(sent, accuracy, linestyle=dash, marker=MARKERS[i % len(MARKERS)], markevery=(i % 3, 3), **look)
+        axes.set(xscale="log", xlabel="uploaded by all clients together, MB", ylabel="personalised accuracy, %")
+        axes.set_title(title)
+        figure.legend(loc="outside right upper", fontsize=7)
+        for suffix in ("svg", "png"):
+            figure.savefig(path.with_suffix(f".{suffix}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--data-root", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="folder; results/STUDY by default")
+    parser.add_argument("--only", action="append", default=[], help="settings whose name has this word; repeatable")
+    parser.add_argument("--set", action="append", default=[], dest="extra", help="a setting for all runs; repeatable")
+    parser.add_argument("--no-run", action="store_true", help="write what is finished")
+    options = parser.parse_args()
+    study = tomllib.loads(options.study.read_text())
+    out = options.out or ROOT / "results" / options.study.stem
+    grid = cells_of(study, options.only, options.extra)
+    if not options.no_run:
+        flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
+
+        def say(outcome: Outcome) -> None:
+            print(outcome.cell.name, outcome.error or ("there" if outcome.kept else "done"), flush=True)
+
+        run_cells(flat, out / "runs", options.data_root, on_start=lambda _: None, on_round=lambda _: None, on_end=say)
+    lines, finished, devices = [f"# {study['title']}", "", study["text"].strip(), ""], {}, set()
+    for setting, methods in cells_of(study, [], options.extra).items():
+        groups = {
+            method: Group(method, tuple(read_run(out / "runs" / cell.name) for cell in cells))
+            for method, cells in methods.items()
+            if all((out / "runs" / cell.name / "summary.json").exists() for cell in cells)
+        }
+        if len(groups) < len(methods):
+            continue
+        runs = [run for group in groups.values() for run in group.runs]
+        devices |= {f"{run.texts.get('device', 'unknown')}, torch {run.versions.get('torch')}" for run in runs}
+        picture = out / slug(setting)
+        draw(groups, setting, picture)
+        given = study["settings"][setting]
+        finished[setting] = {
+            method: {key: vars(group.stat(key)) for key in (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")}
+            for method, group in groups.items()
+        }
+        settings = " ".join(f"`{one}`" for one in given["set"])
+        lines += [
+            f"## {setting}", "", verdict(groups), "", *table(groups), "",
+            f"Preset `{given['preset']}`, {settings}, {given['seeds']} seeds, {runs[0].rounds} rounds.", "",
+            f"![Accuracy against uploaded bytes]({picture.name}.svg)", "",
+        ]  # fmt: skip
+    made = provenance(0, torch.device("cpu"))
+    lines += [
+        "## Where this comes from", "",
+        f"`{made['command']}`; runs on {'; '.join(sorted(devices))}. Mean ± standard deviation over seeds; two methods "
+        "are apart when their means differ by more than both deviations together. MB are of all clients and rounds; "
+        "the target is the highest whole per cent that every run reached. Every run's folder is under `runs`.", "",
+    ]  # fmt: skip
+    (out / "README.md").write_text("\n".join(lines))
+    write(out / "results.json", {"provenance": made, "devices": sorted(devices), "settings": finished})
+
+
+if __name__ == "__main__":
+    main()
