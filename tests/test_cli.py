@@ -217,7 +217,8 @@ def test_every_mistake_in_a_configuration_has_a_line(
 
 def test_ctrl_c_while_the_package_is_imported_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['tdpfed', 'keys']; import tdpfed_start; tdpfed_start.main()"
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['keys']"
+    code = f"{path}; import tdpfed_start; tdpfed_start.main()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"importing\n"
