@@ -193,15 +193,15 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     for name, table in tables.items():
         if name not in ALGORITHMS:
             raise unknown("algorithms", name, ALGORITHMS)
-        _checked(_hyper_model(name), table, f"algorithms.{name}")
+        checked_section(_hyper_model(name), table, f"algorithms.{name}")
     name = algorithm.get("name", "tdpfed")
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise unknown("algorithm.name", name, ALGORITHMS)
     given = {**tables.get(name, {}), **{key: value for key, value in algorithm.items() if key != "name"}}
     lists = {key for key, field in _hyper_model(name).model_fields.items() if get_origin(field.annotation) is tuple}
     given = {key: [value] if key in lists and isinstance(value, str) else value for key, value in given.items()}
-    hyper = _checked(_hyper_model(name), given, "algorithm")
-    config = _checked(Config, {**values, "algorithm": {"name": name, **hyper.model_dump()}}, "")
+    hyper = checked_section(_hyper_model(name), given, "algorithm")
+    config = checked_section(Config, {**values, "algorithm": {"name": name, **hyper.model_dump()}}, "")
     config.make_algorithm()  # ranges that only the algorithm knows
     return config
 
@@ -262,7 +262,8 @@ def _strict(hint: Any) -> bool | None:
     return False if get_origin(hint) is tuple else None  # TOML has lists only
 
 
-def _checked(section: type[S], values: Mapping[str, Any], where: str) -> S:
+def checked_section(section: type[S], values: Mapping[str, Any], where: str) -> S:
+    """Return the section of ``values``, or raise an error that names the key below ``where``."""
     try:
         return section.model_validate(values)
     except ValidationError as error:
