@@ -11,11 +11,11 @@ import torch
 import typer
 
 import tdpfed
-from tdpfed.cli import runs, tools
+from tdpfed.cli import flower, runs, tools
 from tdpfed.cli.base import app
 from tdpfed.errors import TDPFedError
 
-__all__ = ["app", "main", "runs", "tools"]
+__all__ = ["app", "flower", "main", "runs", "tools"]
 
 
 def main() -> None:
