@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.app.error import Error
@@ -55,7 +54,9 @@ def simulated(config: Config, rounds: int = 3) -> Simulation:
 
 def run_config(config: Config, out: Path, **flower: Any) -> dict[str, Any]:
     """Return Flower's flat dict."""
-    tables = as_run_config(config, Flower(**{"nodes": NODES, "out": str(out), "deadline": 60.0, "wait": 60.0, **flower}))
+    tables = as_run_config(
+        config, Flower(**{"nodes": NODES, "out": str(out), "deadline": 60.0, "wait": 60.0, **flower})
+    )
     return flat(tables)
 
 
@@ -151,7 +152,3 @@ def global_vector(folder: Path) -> torch.Tensor:
 
 def as_vector(state: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([state[name].flatten() for name in sorted(state)])
-
-
-def save_npz(path: Path, *parts: Any) -> None:
-    np.savez(path, **dict(zip(("x_train", "y_train", "x_test", "y_test"), map(np.asarray, parts), strict=True)))

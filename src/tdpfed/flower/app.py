@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config import Config, toml_value
+from tdpfed.config import Checkpoint, Participation, Robust, Run, Section, Wire, toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.flower.settings import REFUSED, Flower
 
@@ -49,13 +49,15 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
 
 def default_tables() -> dict[str, dict[str, Any]]:
     """Return every key that a deployment has, with its value in a new app; each method has a table of its own."""
-    sections = {
-        name: model
-        for name in ("run", "participation", "wire", "robust", "checkpoint")
-        if isinstance(model := Config.model_fields[name].annotation, type)
+    sections: dict[str, type[Section]] = {
+        "run": Run,
+        "participation": Participation,
+        "wire": Wire,
+        "robust": Robust,
+        "checkpoint": Checkpoint,
     }
     tables: dict[str, dict[str, Any]] = {"algorithm": {"name": "tdpfed"}}
-    for section, model in {**sections, "flower": Flower}.items():
+    for section, model in (sections | {"flower": Flower}).items():
         keys = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
         tables[section] = {
             key: DEPLOYED.get(f"{section}.{key}", value)

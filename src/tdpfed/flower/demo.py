@@ -24,7 +24,6 @@ from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
 from tdpfed.flower.settings import Flower, as_run_config
-from tdpfed.flower.task import Samples
 
 CLASSES = 10
 MOST = 64
@@ -99,8 +98,8 @@ def deal(config: Config, demo: Demo) -> None:
     for number in range(demo.nodes):
         folder = demo.work / f"node-{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        parts = [part.numpy() for part in federation.client(number)]
-        np.savez(folder / "data.npz", **dict(zip(Samples._fields, parts, strict=True)))
+        x, y, x_test, y_test = (part.numpy() for part in federation.client(number))
+        np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
 
 
 def node_settings(demo: Demo, number: int) -> dict[str, Any]:
@@ -175,7 +174,10 @@ def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:
 
 
 def speed(rounds: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return rounds per minute, and which part of that time was spent in this package, on the server or slowest node."""
+    """Return rounds per minute, and which part of that time was spent in this package: server and slowest node."""
     whole = sum(line["train_seconds"] for line in rounds)
     own = sum(line["server_seconds"] + (line["client_seconds"] or 0.0) for line in rounds)
-    return {"rounds_per_minute": 60 * len(rounds) / whole if whole else None, "own_share": own / whole if whole else None}
+    return {
+        "rounds_per_minute": 60 * len(rounds) / whole if whole else None,
+        "own_share": own / whole if whole else None,
+    }

@@ -1,7 +1,7 @@
 """Our bytes inside Flower's messages: a record of plain values, and one opaque array with an encoded wire message.
 
 Nothing of Flower's own serialisation of tensors is used, so the codecs, the gate and the byte count are those of
-:mod:`tdpfed.wire`. What Flower adds to a message is at most :data:`ENVELOPE` bytes.
+:mod:`tdpfed.wire`. What Flower adds to an upload is about :data:`ENVELOPE` bytes.
 """
 
 import math
@@ -14,8 +14,8 @@ from tdpfed.wire import Rejected
 
 FIELDS, WIRE, METRICS = "tdpfed", "wire", "metrics"
 STYPE = "tdpfed.wire"
-ENVELOPE = 2048
-"""Bytes at most that Flower's records, object headers and our plain values add to an encoded message."""
+ENVELOPE = 1024
+"""Bytes that Flower's records, object headers and our metrics add to an upload; 100 more for every 5 MiB of it."""
 
 Plain = int | float | str | bool
 

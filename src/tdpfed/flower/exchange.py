@@ -4,6 +4,7 @@ Flower's own ``send_and_receive`` looks every three seconds and returns all or n
 hands replies on as they come, and stops at the deadline.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -15,6 +16,8 @@ LOOK = 0.1
 """Seconds between two looks for replies; with many nodes longer."""
 
 T = TypeVar("T")
+
+log = logging.getLogger("flwr")
 
 
 class Exchange:
@@ -36,17 +39,11 @@ class Exchange:
         """Send a message to each client; yield its reply, or in words why there is none."""
         waiting: dict[str, int] = {}
         for client, message in messages.items():
-            try:
-                sent = list(self._timed(lambda message=message: self.grid.push_messages([message])))  # type: ignore[misc]
-            except Exception as error:  # whatever Flower raises, the other clients go on
-                sent = [None]
-                reason = f"{type(error).__name__}: {error}"
+            number = self._push(message)
+            if number is None:
+                yield client, "not sent: the SuperLink does not take the message"
             else:
-                reason = "refused by the SuperLink"
-            if sent and sent[0]:
-                waiting[sent[0]] = client
-            else:
-                yield client, f"not sent: {reason}"
+                waiting[number] = client
         end = time.monotonic() + deadline
         while waiting and time.monotonic() < end:
             for number, client in list(waiting.items()):
@@ -58,6 +55,14 @@ class Exchange:
                 self.pause(max(LOOK, 0.01 * len(waiting)))
         for client in waiting.values():
             yield client, f"no reply within {deadline:g} seconds"
+
+    def _push(self, message: Message) -> str | None:
+        try:
+            sent = list(self._timed(lambda: self.grid.push_messages([message])))
+        except Exception as error:  # whatever Flower raises, the other clients go on
+            log.warning("tdpfed: a message could not be sent (%s: %s)", type(error).__name__, error)
+            return None
+        return sent[0] if sent and sent[0] else None
 
     def _fetch(self, number: str) -> Message | str | None:
         try:

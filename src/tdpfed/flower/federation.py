@@ -101,8 +101,8 @@ class LocalFederation:
         key, authority = changed.get("key", self.keys / f"node-{number}.key"), changed.get("ca", self.keys / "ca.pem")
         secure = ["--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
         settings = {
-            "partition-id": number, "num-partitions": self.nodes, "state-dir": str(self.work / f"node-{number}" / "state"),
-            **node_config,
+            "partition-id": number, "num-partitions": self.nodes,
+            "state-dir": str(self.work / f"node-{number}" / "state"), **node_config,
         }  # fmt: skip
         command = [
             command_path("flower-supernode"), *(["--insecure"] if self.insecure else secure), "--superlink",

@@ -125,8 +125,10 @@ class Node:
         if objective.loss is not torch.nn.functional.cross_entropy:
             return
         labels = torch.cat([data.y, data.y_test])
-        if labels.is_floating_point() or outputs.ndim != 2 or not 0 <= int(labels.min()) <= int(labels.max()) < (
-            outputs.shape[1]
+        if (
+            labels.is_floating_point()
+            or outputs.ndim != 2
+            or not 0 <= int(labels.min()) <= int(labels.max()) < (outputs.shape[1])
         ):
             raise TDPFedError(
                 f"task.load: labels from {labels.min()} to {labels.max()} with outputs of shape {tuple(outputs.shape)} "

@@ -29,7 +29,7 @@ _RUN = re.compile(r"[0-9a-f]{16}")
 
 
 def state_folder(node_config: Mapping[str, Any], run: object, client: int) -> Path:
-    """Return where a client keeps what belongs to a run: under ``state-dir`` of the node, or the user's state folder."""
+    """Return where a client keeps what belongs to a run: under the node's ``state-dir``, or the user's state folder."""
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise TDPFedError(f"run: {run!r} in a message, must be 16 hexadecimal digits")
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -64,13 +64,12 @@ class PrivateStore:
     def save(self, round_: int, session: int, state: State, settled: int) -> None:
         """Write the state after a round; keep what a server that falls back to round ``settled`` would need."""
         payload = to_bytes({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
-        header = {"format": FORMAT, "round": round_, "session": session, "sha256": _digest(round_, session, payload)}
         path = self._path(round_)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             part = path.with_suffix(".part")
             with part.open("wb") as file:
-                file.write(json.dumps(header).encode() + b"\n" + payload)
+                file.write(_header(round_, session, payload) + b"\n" + payload)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
@@ -89,7 +88,7 @@ class PrivateStore:
         try:
             line, _, payload = path.read_bytes().partition(b"\n")
             header = json.loads(line)
-            if header["format"] != FORMAT or header["sha256"] != _digest(round_, header["session"], payload):
+            if line != _header(round_, header["session"], payload):
                 raise ValueError("its SHA-256 sum or format is not what was written")
             return header, from_bytes(payload)
         except OSError as error:
@@ -112,10 +111,10 @@ class PrivateStore:
         return self.folder / f"{round_:08}.safetensors"
 
 
-def _digest(round_: int, session: int, payload: bytes) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {round_:d} {session:d}\n".encode())
-    digest.update(payload)
-    return digest.hexdigest()
+def _header(round_: int, session: int, payload: bytes) -> bytes:
+    sums = {"sha256": hashlib.sha256(payload).hexdigest(), "format": FORMAT, "round": round_, "session": session}
+    check = hashlib.sha256(json.dumps(sums).encode()).hexdigest()  # of the line itself
+    return json.dumps({**sums, "check": check}).encode()
 
 
 def load_personalized(folder: Path | str, model: nn.Module) -> dict[str, Tensor]:

@@ -195,9 +195,7 @@ class _Server:
         last = self.records[-1] if self.records else None
         best = [r.personalized_accuracy for r in self.records if r.personalized_accuracy is not None]
         layout = side.objective.layout
-        dense = encoded_size(
-            {"w": layout.size}, {"w": layout}, "float32", kind="up", round_=1, client=0, samples=1
-        )
+        dense = encoded_size({"w": layout.size}, {"w": layout}, "float32", kind="up", round_=1, client=0, samples=1)
         summary = {
             "status": status,
             "algorithm": side.algorithm.name,

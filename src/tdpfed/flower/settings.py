@@ -1,4 +1,4 @@
-"""From Flower's run configuration to ours: the keys of a simulation's TOML, and a section of what only deployments have.
+"""From Flower's run configuration to ours: the keys of a simulation's TOML, and a section for deployments alone.
 
 Flower keeps a flat dict of single values, ``{"run.rounds": 3}``; lists and tables are given as text, ``'["a", "b"]'``.
 What a simulation can be asked for but a deployment cannot keep is refused here, with the reason.
@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from tdpfed.aggregate import Rule
-from tdpfed.config import Config, Section, checked_section, parse_config
+from tdpfed.config import Config, Data, Section, checked_section, parse_config
 from tdpfed.engine.checks import check_settings
 from tdpfed.engine.participation import Participation
 from tdpfed.errors import TDPFedError
@@ -75,7 +75,7 @@ def rule_of(config: Config) -> Rule:
 
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
     """Return settings as tables of Flower's run configuration; ``read_settings`` of it gives them back."""
-    values = config.model_dump(exclude={"data": set(Config.model_fields["data"].annotation.model_fields) - {"name"}})
+    values = config.model_dump(exclude={"data": set(Data.model_fields) - {"name"}})
     given = {**values, "flower": flower.model_dump()}
     return {section: {k: v for k, v in table.items() if v is not None} for section, table in given.items()}
 

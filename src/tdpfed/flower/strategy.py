@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from flwr.app import Message
 
 from tdpfed.aggregate import average_for
 from tdpfed.algorithms.base import State, Turn
@@ -18,13 +19,16 @@ from tdpfed.engine.records import Ledger
 from tdpfed.engine.uplink import Uplink, accepted
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
-from tdpfed.flower.exchange import Exchange, Message
+from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
 from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
 
 RETRY = 3.0
 """Seconds between looks for nodes that are missing."""
+
+SLACK = 64
+"""Bytes by which a header with wrong numbers may be longer than the right one: it is refused for the numbers."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Strategy:
                     uploads[client] = self._accept(client, answer, uploads)
                 metrics[client] = self._metrics(client, answer)
             except Rejected as refusal:
-                refused.append(refusal)
+                refused.append(_of(client, refusal))
         refused += self._outside_gauge(uploads)
         self.ledger.rejected += len(refused)
         return metrics, uploads, Outcome(metrics, lost, refused, self.ledger.uplink - before)
@@ -184,9 +188,8 @@ class Strategy:
         lengths = {name: sent[name].shape[-1] for name in algorithm.uploaded}
         layouts: Layouts = {name: algorithm.layouts[name] for name in algorithm.uploaded}
         codec, samples = self.uplink.codec, {client: member.samples}
-        limit = encoded_size(
-            lengths, layouts, codec, kind="up", round_=number, client=client, samples=member.samples
-        )
+        limit = encoded_size(lengths, layouts, codec, kind="up", round_=number, client=client, samples=member.samples)
+        limit += SLACK
         message = decode(envelope.wire_of(answer, limit, client), limit)
         expected = Expected(
             kind="up", round=number, lengths=lengths, layouts=layouts, codec=codec, clients={client}, seen=seen,
@@ -259,3 +262,10 @@ class Strategy:
         self.server = {name: value.clone() for name, value in server.items()}
         self.members = {int(client): Member(**member) for client, member in meta["members"].items()}
         self.ledger, self.round, self.settled = Ledger(**meta["ledger"]), round_, round_
+
+
+def _of(client: int, refusal: Rejected) -> Rejected:
+    """Return a refusal with the client that Flower says has sent the message, whatever the message says."""
+    if refusal.client == client:
+        return refusal
+    return Rejected(refusal.rule, str(refusal).partition(": ")[2], client=client, tensor=refusal.tensor)
