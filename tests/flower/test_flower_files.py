@@ -132,7 +132,9 @@ def test_an_app_is_never_written_over_something(tmp_path: Path) -> None:
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
-CHILD = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); print('up', flush=True); time.sleep(600)"
+SLEEPER = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+CHILD = f"import subprocess, sys, time; subprocess.Popen({SLEEPER}, start_new_session=True); print('up', flush=True); "
+CHILD += "time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 )
@@ -146,15 +148,19 @@ def up(processes: Processes, name: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_nothing_is_left_not_even_children_in_sessions_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Processes(tmp_path, patience=1.0) as processes:
-        processes.start("child", [sys.executable, "-c", CHILD], os.environ)
-        processes.start("stubborn", [sys.executable, "-c", STUBBORN], os.environ)
-        up(processes, "child")
-        up(processes, "stubborn")
-        assert len(processes.alive()) == 3
-        with pytest.raises(TDPFedError, match="'child' runs already"):
+    processes = Processes(tmp_path, patience=1.0)
+
+    def fails() -> None:
+        with processes:
+            processes.start("child", [sys.executable, "-c", CHILD], os.environ)
+            processes.start("stubborn", [sys.executable, "-c", STUBBORN], os.environ)
+            up(processes, "child")
+            up(processes, "stubborn")
+            assert len(processes.alive()) == 3
             processes.start("child", ["true"], {})
-        raise ZeroDivisionError
+
+    with pytest.raises(TDPFedError, match="'child' runs already"):
+        fails()
     assert marked(processes.mark) == []
 
 
