@@ -240,9 +240,8 @@ def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> 
             assert words in log, log
             assert "SuperNode ID" not in log, log
             assert federation.processes.running[f"node-{intruder}"].poll()
-    assert [(line["round"], line["client"], line["rule"]) for line in lines(trial.run / "refusals.jsonl")][:3] == [
-        (1, 2, "nan"), (2, 2, "layout"), (3, 2, "size"),
-    ]  # fmt: skip
+    refused = {(line["round"], line["client"], line["rule"]) for line in lines(trial.run / "refusals.jsonl")}
+    assert refused == {(1, 2, "nan"), (2, 2, "layout"), (3, 2, "size")}
     assert summary["rounds"] == 3
     # Whatever was repeated, the model is that of the two honest clients: none has lost its own.
     assert before is not None
