@@ -28,7 +28,7 @@ from tdpfed.config import Config, load_config
 from tdpfed.experiment import prepare
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
-from tdpfed.flower.envelope import ENVELOPE
+from tdpfed.flower.envelope import ENVELOPE, REQUESTS
 from tdpfed.flower.federation import LocalFederation, free_port
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.private import PrivateStore
@@ -148,10 +148,10 @@ def check_demo(work: Path, algorithm: str, nodes: int, rounds: int) -> None:
     assert summary["uplink_bytes"] == simulation.ledger.uplink
     with sqlite3.connect(work / "server" / "superlink.db") as database:
         ((received,),) = database.execute("SELECT bytes_recv FROM run").fetchall()
-    # What the SuperLink itself counted: uploads, and the small messages of first contact and evaluation.
-    small, uploads = 2 * nodes, simulation.ledger.uploads
-    assert received >= simulation.ledger.uplink
-    assert received - simulation.ledger.uplink <= 4 * ENVELOPE * (uploads + small)
+    # What the SuperLink itself counted: uploads, and the replies of first contact and evaluation.
+    replies = simulation.ledger.uploads + 2 * nodes
+    wanted = simulation.ledger.uplink + replies * (ENVELOPE + REQUESTS)
+    assert abs(received - wanted) <= 0.02 * simulation.ledger.uplink
     assert left_over(work) == []
 
 

@@ -196,7 +196,9 @@ def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], 
     [
         ({"algorithm": "fedagv"}, "did you mean 'fedavg'"),
         ({"overrides": ("run.nothing=1",)}, "unknown 'nothing'"),
-        ({"app": Path("nowhere")}, "--app: 'nowhere' holds no pyproject.toml"),
+        ({"overrides": ("robust.attack=alie",)}, "robust.attack: 'alie' given, must be left out"),
+        ({"overrides": ("flower.deadlin=9",)}, "did you mean 'deadline'"),
+        ({"app": Path("nowhere")}, "--app: 'nowhere' is no app with a configuration"),
     ],
 )
 def test_a_demo_that_cannot_run_writes_nothing(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -206,8 +208,8 @@ def test_a_demo_that_cannot_run_writes_nothing(tmp_path: Path, options: dict[str
 
 
 def test_what_nodes_of_an_own_app_are_told(tmp_path: Path) -> None:
-    demo = Demo(tmp_path, app=tmp_path, node_config="ward=\"A\" data='/x/y'")
-    assert node_settings(demo, 0) == {"ward": "A", "data": "/x/y"}
+    demo = Demo(tmp_path, app=tmp_path, node_config="ward=\"A 1\" data='/x/y' beds=30")
+    assert node_settings(demo, 0) == {"ward": "A 1", "data": "/x/y", "beds": 30}
     with pytest.raises(TDPFedError, match="--node-config: 'ward' given"):
         node_settings(Demo(tmp_path, app=tmp_path, node_config="ward"), 0)
 
@@ -277,6 +279,24 @@ def test_a_run_that_does_not_start_says_what_flower_said(tmp_path: Path, without
     config = tomllib.loads((tmp_path / "other" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert config["flower"]["out"] == str(tmp_path / "other" / "run")
     assert config["algorithm"]["name"] == "tdpfed"
+
+
+def test_an_own_app_is_checked_before_anything_starts(tmp_path: Path, without_flower: list[str]) -> None:
+    init_app(tmp_path / "wards")
+
+    def tried(*overrides: str) -> None:
+        run_demo(Demo(tmp_path / "demo", app=tmp_path / "wards", overrides=overrides), print, print)
+
+    for setting, words in (
+        ("algorithms.tdpfed.tau=-1", "algorithms?.tau: -1 given|tau: -1 given"),
+        ("run.nothing=1", "does not stand in the app's pyproject.toml"),
+    ):
+        with pytest.raises(TDPFedError, match=words):
+            tried(setting)
+        assert not (tmp_path / "demo").exists()
+    with pytest.raises(TDPFedError, match="the run did not start"):
+        tried("flower.deadline=9.5", "algorithms.tdpfed.tau=2")
+    assert without_flower[-1].endswith('"tdpfed" flower.deadline=9.5 algorithms.tdpfed.tau=2')
 
 
 def test_the_command_line_shows_the_summary(

@@ -195,6 +195,11 @@ def test_an_envelope_without_its_records_is_refused() -> None:
     assert envelope.metrics_of(Bare(RecordDict())) == {}  # type: ignore[arg-type]
 
 
+def test_every_key_of_its_own_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    assert not [key for key in Flower.model_fields if f"| `flower.{key}` |" not in page]
+
+
 def test_every_key_reaches_flower_as_it_was(tmp_path: Path) -> None:
     import tomllib
 

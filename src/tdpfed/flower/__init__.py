@@ -4,6 +4,11 @@
 node's data. What travels are the bytes of :mod:`tdpfed.wire`, through the same gate as everywhere.
 """
 
+try:
+    import flwr as _flwr  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("tdpfed.flower needs Flower: pip install 'tdpfed[flower]'", name="flwr") from error
+
 from tdpfed.flower.client_app import client_app
 from tdpfed.flower.private import load_personalized
 from tdpfed.flower.server_app import server_app

@@ -5,9 +5,11 @@ finds its share, and only that, in a file of its own.
 """
 
 import json
+import shlex
 import signal
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
-from tdpfed.flower.settings import Flower, as_run_config
+from tdpfed.flower.settings import Flower, as_run_config, flat, read_settings
 
 CLASSES = 10
 MOST = 64
@@ -67,14 +69,8 @@ class Demo:
 def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
     """Run a demo to its end and return the summary; no process is left, whatever happens."""
     RunFolder.check(demo.work)
-    config = load_config("digits", demo.settings)
-    app, overrides = (_own_app(demo), _as_overrides(demo)) if demo.app else (demo.work / "app", "")
-    if not demo.app:
-        deal(config, demo)
-        flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
-        tables = as_run_config(config, flower)
-        tables["checkpoint"]["every"] = 1
-        init_app(app, {**tables, "data": {"name": "digits"}, "model": {"name": config.model.name}})
+    told = [node_settings(demo, number) for number in range(demo.nodes)]
+    app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
     with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure) as federation:
         if demo.insecure:
             tell("INSECURE: no TLS and no node authentication, as asked for")
@@ -84,7 +80,7 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
         tell(f"registering and starting {demo.nodes} SuperNodes")
         federation.register()
         for number in range(demo.nodes):
-            federation.start_node(number, node_settings(demo, number))
+            federation.start_node(number, told[number])
         process = federation.submit(app, overrides)
         follow(demo.run / ROUNDS, lambda: process.poll() is None, on_round)
         return _summary(demo, federation)
@@ -106,10 +102,10 @@ def node_settings(demo: Demo, number: int) -> dict[str, Any]:
     """Return what a node is told beside its number."""
     if demo.app is None:
         return {"data": str(demo.work.resolve() / f"node-{number}" / "data.npz")}
-    pairs = [pair.partition("=") for pair in demo.node_config.split()]
+    pairs = [pair.partition("=") for pair in shlex.split(demo.node_config)]
     if not all(name and equals for name, equals, _ in pairs):
         raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs with spaces between")
-    return {name: value.strip("\"'") for name, _, value in pairs}
+    return {name: _value(text) for name, _, text in pairs}
 
 
 def follow(file: Path, running: Callable[[], bool], on_round: OnRound) -> None:
@@ -145,21 +141,54 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _own_app(demo: Demo) -> Path:
+def _digits_app(demo: Demo) -> tuple[Path, str]:
+    """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
+    special = [setting for setting in demo.overrides if setting.startswith("flower.")]
+    config = load_config("digits", [setting for setting in demo.settings if setting not in special])
+    flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
+    tables = as_run_config(config, flower)
+    tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}, "data": {"name": "digits"}}
+    for setting in special:
+        key, _, text = setting.partition("=")
+        tables["flower"][key.removeprefix("flower.").strip()] = _value(text)
+    read_settings(flat(tables))
+    deal(config, demo)
+    init_app(demo.work / "app", tables)
+    return demo.work / "app", ""
+
+
+def _own_app(demo: Demo) -> tuple[Path, str]:
+    """Return the user's app and what a demo changes of its configuration, as Flower takes it."""
     assert demo.app is not None
-    if not (demo.app / "pyproject.toml").is_file():
-        raise TDPFedError(f"--app: {str(demo.app)!r} holds no pyproject.toml; make an app with tdpfed flower init DIR")
-    demo.work.mkdir(parents=True, exist_ok=True)
-    return demo.app.resolve()
-
-
-def _as_overrides(demo: Demo) -> str:
-    """Return what a demo changes of an app's own configuration, as Flower takes it."""
+    try:
+        project = tomllib.loads((demo.app / "pyproject.toml").read_text(encoding="utf-8"))
+        known = flat(project["tool"]["flwr"]["app"]["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TDPFedError(
+            f"--app: {str(demo.app)!r} is no app with a configuration ({type(error).__name__}: {error}); "
+            "make one with tdpfed flower init DIR"
+        ) from None
     given = {
         "run.rounds": demo.rounds, "flower.nodes": demo.nodes, "flower.out": str(demo.run),
         "flower.insecure": demo.insecure, "algorithm.name": demo.algorithm,
     }  # fmt: skip
-    return " ".join([*(f"{key}={json.dumps(value)}" for key, value in given.items()), *demo.overrides])
+    for setting in demo.overrides:
+        key, _, text = setting.partition("=")
+        given[key.strip()] = _value(text)
+    for key in given:
+        if key not in known:
+            raise TDPFedError(f"--set: {key!r} does not stand in the app's pyproject.toml, and Flower changes no other")
+    read_settings({**known, **given})
+    demo.work.mkdir(parents=True, exist_ok=True)
+    return demo.app.resolve(), " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
+
+
+def _value(text: str) -> Any:
+    """Return a value as TOML has it; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
 
 
 def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:

@@ -17,6 +17,9 @@ STYPE = "tdpfed.wire"
 ENVELOPE = 1024
 """Bytes that Flower's records, object headers and our metrics add to an upload; 100 more for every 5 MiB of it."""
 
+REQUESTS = 512
+"""Bytes of the requests around a reply, which the SuperLink counts as received with it."""
+
 Plain = int | float | str | bool
 
 

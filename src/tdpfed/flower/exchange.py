@@ -68,11 +68,11 @@ class Exchange:
         try:
             found = list(self._timed(lambda: self.grid.pull_messages([number])))
         except Exception as error:  # a reply that Flower itself cannot read
-            return f"the reply cannot be read: {type(error).__name__}: {error}"
+            return f"the reply cannot be read: {type(error).__name__}: {plain(str(error))}"
         if not found:
             return None
         if found[0].has_error():
-            return f"failed: {found[0].error.reason}"
+            return f"failed: {plain(found[0].error.reason)}"
         return found[0]
 
     def _timed(self, call: Callable[[], T]) -> T:
@@ -81,3 +81,8 @@ class Exchange:
             return call()
         finally:
             self.waited += time.perf_counter() - began
+
+
+def plain(text: str, most: int = 400) -> str:
+    """Return a text that may come from anyone as a bounded number of characters that do nothing to a terminal."""
+    return "".join(sign if sign.isprintable() else " " for sign in text[:most])

@@ -80,6 +80,14 @@ def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
     return {section: {k: v for k, v in table.items() if v is not None} for section, table in given.items()}
 
 
+def flat(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested tables as Flower's flat dict."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return found
+
+
 def _refuse_secure_aggregation(config: Config, flower: Flower) -> None:
     if not flower.secure_aggregation:
         return

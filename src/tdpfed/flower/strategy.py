@@ -4,6 +4,7 @@ Aggregation is ``Algorithm.aggregate`` with the average of ``[robust]``, weights
 gave when they first came, and every reply passes the gate of :mod:`tdpfed.wire` before any arithmetic.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -67,11 +68,11 @@ class Strategy:
 
     def gather(self, exchange: Exchange) -> None:
         """Wait until all clients have come; when the time is up, as many as a round needs will do."""
-        end = exchange.waited + self.flower.wait
-        while len(self.members) < self.flower.nodes and exchange.waited < end:
+        end = time.monotonic() + self.flower.wait
+        self.greet(exchange)
+        while len(self.members) < self.flower.nodes and time.monotonic() < end:
+            exchange.pause(RETRY / 3)
             self.greet(exchange)
-            if len(self.members) < self.flower.nodes:
-                exchange.pause(RETRY / 3)
         if len(self.members) < self.needed:
             raise TDPFedError(
                 f"flower.nodes: {len(self.members)} of {self.flower.nodes} clients came within "
@@ -101,7 +102,8 @@ class Strategy:
             raise TDPFedError(f"client, samples, tests: {numbers} given, must be whole numbers in their range")
         model = self.side.objective.layout.hash
         if fields.get("model") != model:
-            raise TDPFedError(f"model: {fields.get('model')!r} given, must be {model!r} as the server's task.py has it")
+            given = str(fields.get("model"))[:64]
+            raise TDPFedError(f"model: layout {given!r} given, must be {model!r} as the server's task.py has it")
         before = self.members.get(client)
         moved = before is not None and self.flower.insecure and before.node not in online
         if before is not None and (not moved or (before.samples, before.tests) != (samples, tests)):
