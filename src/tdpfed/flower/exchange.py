@@ -72,7 +72,7 @@ class Exchange:
         if not found:
             return None
         if found[0].has_error():
-            return f"failed: {plain(found[0].error.reason)}"
+            return "failed: " + plain(found[0].error.reason or "no reason given")
         return found[0]
 
     def _timed(self, call: Callable[[], T]) -> T:
