@@ -29,8 +29,9 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()},
         # A copy of a commit without its history is told which it is.
-        "commit": os.environ.get("COMMIT") or _git("rev-parse", "HEAD"),
-        "dirty": "COMMIT" not in os.environ and _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
+        "commit": os.environ.get("TDPFED_COMMIT") or _git("rev-parse", "HEAD"),
+        "dirty": "TDPFED_COMMIT" not in os.environ
+        and _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
         "seed": seed,
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,41 +7,31 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import typer
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
 from tdpfed.config import Config
+from tdpfed.keys import section_keys
 
 MARK = "<!-- Everything below is made by docs/generate.py: change the code and run it again. -->\n"
-KINDS: Mapping[Any, str] = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text"}
-SIGNS = {"ge": "≥", "least": "≥", "gt": ">", "above": ">", "le": "≤", "most": "≤", "lt": "<"}
 
 
 def configuration() -> Iterator[str]:
     """Yield the sections of the configuration with their keys; in ``algorithm`` a table for each method."""
     for section, field in Config.model_fields.items():
         if section == "algorithm":
-            yield "\n## algorithm\n\nThe method, and its hyper-parameters.\n\n"
-            yield _table("key", [("algorithm.name", _words(ALGORITHMS), "tdpfed", "the method")])
-            for name, algorithm in ALGORITHMS.items():
-                hints, found = get_type_hints(algorithm), algorithm.hyper_parameters()
-                rows = [
-                    (f"algorithm.{x.name}", _allowed(hints[x.name], x.metadata), x.default, x.metadata["doc"])
-                    for x in found
-                ]
-                yield f"\n### {name}\n\nWhat it does: [{name}](algorithms/{name}.md).\n\n{_table('key', rows)}"
+            yield f"\n## algorithm\n\nThe method, and its hyper-parameters.\n\n{_keys(section, 'tdpfed', slice(1))}"
+            for name in ALGORITHMS:
+                table = _keys(section, name, slice(1, None))
+                yield f"\n### {name}\n\nWhat it does: [{name}](algorithms/{name}.md).\n\n{table}"
             continue
         model: Any = field.annotation
-        rows = [
-            (f"{section}.{key}", _allowed(x.annotation, _bounds(x)), x.default, x.description)
-            for key, x in model.model_fields.items()
-        ]
-        yield f"\n## {section}\n\n{model.__doc__}\n\n{_table('key', rows)}"
+        yield f"\n## {section}\n\n{model.__doc__}\n\n{_keys(section, 'tdpfed')}"
 
 
 def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
@@ -58,33 +48,9 @@ def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
         yield f"\n## {path}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{_table('option', [*arguments, *rows])}"
 
 
-def _allowed(hint: Any, bounds: Mapping[str, Any]) -> str:
-    """Return in words what a value may be."""
-    kind, parts = get_origin(hint), [part for part in get_args(hint) if part is not type(None)]
-    if kind is Literal:
-        return _words(parts)
-    if kind is Annotated:
-        return _allowed(parts[0], _bounds(parts[1]))
-    if kind in (list, tuple):
-        return f"list of {_allowed(parts[0], {})}"
-    if hint in KINDS:
-        given = [f"{SIGNS[name]} {_number(bounds[name])}" for name in SIGNS if bounds.get(name) is not None]
-        return " ".join([KINDS[hint], ", ".join(given)]).strip()
-    return "table" if kind in (dict, Mapping) else " or ".join(_allowed(part, bounds) for part in parts)
-
-
-def _bounds(field: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for one in field.metadata for name in SIGNS if hasattr(one, name)}
-
-
-def _number(value: float) -> str:
-    if value > 1e9:
-        return f"2^{value.bit_length() - 1}" if isinstance(value, int) else f"{value:g}"
-    return f"{value:,}" if isinstance(value, int) or not value.is_integer() else f"{value:,.0f}"
-
-
-def _words(names: Any) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _keys(section: str, algorithm: str, which: slice = slice(None)) -> str:
+    found = section_keys(section, algorithm, "`{}`")[which]
+    return _table("key", [(key.name, key.allowed, key.default, key.meaning) for key in found])
 
 
 def _table(first: str, rows: Sequence[Sequence[Any]]) -> str:

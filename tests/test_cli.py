@@ -1,6 +1,7 @@
 """The command line: what goes to which stream, and with which status it ends."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tdpfed
+import tdpfed_start
 from tdpfed import cli
 from tdpfed.errors import TDPFedError
 
@@ -181,7 +183,7 @@ def test_bad_input_is_the_one_error_class() -> None:
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, "-c", "from tdpfed.cli import main; main()"]
+    script = [sys.executable, "-c", "from tdpfed_start import main; main()"]
     installed = Path(sys.executable).with_name("tdpfed")
     return subprocess.run(
         [*([str(installed)] if installed.exists() else script), *arguments],
@@ -200,3 +202,38 @@ def test_the_installed_command(tmp_path: Path) -> None:
     bad = run("plan", "own_models:normed", "--json", cwd=tmp_path)
     assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
     assert "BatchNorm2d" in bad.stderr
+
+
+def test_every_mistake_in_a_configuration_has_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(["run", "--set", "run.rounds=0", "--set", "data.clients=0", "--json"], monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[:2] for line in err.splitlines()] == [["error", " run.rounds"], ["error", " data.clients"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_the_package_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import tdpfed_start; tdpfed_start.main()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (-signal.SIGINT, b"")
+
+
+def test_the_command_leaves_ctrl_c_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen: list[object] = []
+    monkeypatch.setattr(cli, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    for handler in (signal.default_int_handler, signal.SIG_IGN):
+        signal.signal(signal.SIGINT, handler)
+        try:
+            tdpfed_start.main()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert seen == [signal.default_int_handler, signal.SIG_IGN]

@@ -118,7 +118,7 @@ BAD = {
         ["--sweep", "algorithm.compresion=2,4"],
         ["--sweep", "'algorithm.compresion'", "did you mean 'algorithm.compression'"],
     ),
-    "sweep key of another section": (["--sweep", "run.compression=2"], ["did you mean 'algorithm.compression'"]),
+    "sweep key of another section": (["--sweep", "algo.compression=2"], ["did you mean 'algorithm.compression'"]),
     "sweep section unknown": (["--sweep", "no.such=2"], ["--sweep", "'no.such'", "Allowed"]),
     "sweep key no method has": (
         ["--algorithms", "fedavg,local", "--sweep", "algorithm.compression=2"],
@@ -314,6 +314,19 @@ def test_the_best_is_bold_and_what_is_close_to_it_marked() -> None:
     assert "rounds to 90 %" in text
     assert "data set" not in text
     assert "not apart from it" in text
+
+
+def test_how_many_runs_a_mean_is_over_is_shown_where_some_failed() -> None:
+    made = example("digits", "digits", "digits")
+    at = made.titles.index("runs")
+    counts = ["3", "3", "2"]
+    rows = [[counts[i] if k == at else cell for k, cell in enumerate(row)] for i, row in enumerate(made.rows)]
+    assert "runs" in shown(Table(made.titles, rows))
+    assert "runs" not in shown(made)
+
+
+def test_one_seed_is_said_to_tell_little() -> None:
+    assert any("one seed" in note for note in answer("--algorithms", "fedavg,local", "--seeds", "1", *QUICK)["notes"])
 
 
 def test_eighty_columns_are_enough() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tdpfed import FedAvg, PFedMe, TDPFed
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config import Config, load_config, parse_config, presets, to_toml
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import CombinedError, TDPFedError
 
 
 def again(config: Config) -> Config:
@@ -228,3 +228,38 @@ def test_another_data_set_does_not_inherit_what_a_preset_says_of_its_own(tmp_pat
 def test_types_are_strict(override: str) -> None:
     with pytest.raises(TDPFedError, match=override.partition("=")[0]):
         load_config("digits", [override])
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(
+        "[run]\nrounds = 0\nsed = 3\n[data]\nalpha = 'x'\nclients = 0\n[nothing]\n[robust]\nclip = 'x'\n"
+        "[algorithm]\nname = 'pfedme'\ntau = 0\neta = -1.0\n[algorithms.fedavg]\ntao = 3\n[algorithms.fedvg]\n"
+    )
+    with pytest.raises(CombinedError) as error:
+        load_config(str(file))
+    keys = {line.partition(":")[0] for line in error.value.lines}
+    assert keys == {
+        "run.rounds", "run", "data.alpha", "data.clients", "section", "robust.clip", "algorithm.tau", "algorithm.eta",
+        "algorithms.fedavg", "algorithms",
+    }  # fmt: skip
+    assert len(error.value.lines) == len(keys)
+    assert str(error.value) == "; ".join(error.value.lines)
+    assert next(line for line in error.value.lines if line.startswith("robust.clip")).count(" or ") == 1
+
+
+def test_wrong_types_of_hyper_parameters_and_overrides_are_told_at_once() -> None:
+    with pytest.raises(CombinedError) as error:
+        load_config("digits", ["algorithm.tau=1.5", "algorithm.lamb=1", "run.rounds=0", "wire.codec=int4"])
+    assert [line.partition(":")[0] for line in error.value.lines] == [
+        "algorithm.tau", "algorithm", "run.rounds", "wire.codec",
+    ]  # fmt: skip
+    with pytest.raises(CombinedError) as error:
+        load_config("digits", ["rounds=1", "run.rounds=2", "run.=3"])
+    assert ["'rounds=1'" in line or "'run.=3'" in line for line in error.value.lines] == [True, True]
+
+
+def test_an_unknown_method_does_not_hide_the_rest() -> None:
+    with pytest.raises(CombinedError, match="did you mean 'fedavg'") as error:
+        load_config("digits", ["algorithm.name=fedvg", "run.rounds=0"])
+    assert len(error.value.lines) == 2

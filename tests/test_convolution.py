@@ -1,5 +1,6 @@
 """Convolutions of many clients as matrix products equal the library's, forward and backward."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.convolution import as_products
+from tdpfed.engine.precision import arithmetic
 from tdpfed.models import build
 from tdpfed.objective import Objective
 
@@ -27,6 +29,23 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "one-dimensional": (nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(18, 3)), (2, 8)),
     "transposed": (nn.Sequential(nn.ConvTranspose2d(2, 3, 3), nn.Flatten(), nn.Linear(108, 3)), (2, 4, 4)),
 }
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_our_kernels_give_the_librarys_gradients(name: str) -> None:
+    model, shape = CASES[name]
+    model = copy.deepcopy(model).float().cuda()
+    objective, generator = Objective.of(model), torch.Generator().manual_seed(0)
+    theta = objective.initial() * (1 + 0.5 * torch.rand(3, objective.layout.size, generator=generator)).cuda()
+    x = torch.randn(3, 4, *shape, generator=generator).cuda()
+    y = torch.randint(0, 3, (3, 4), generator=generator).cuda()
+    twin = Objective.of(copy.deepcopy(model).double())
+    expected = vmap(grad_and_value(twin.value))(theta.double(), x.double(), y)
+    with arithmetic("float32"):
+        found = objective.gradient(theta, (x, y))
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= 1e-5 * other.norm()
 
 
 @pytest.mark.parametrize("name", CASES)

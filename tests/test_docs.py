@@ -19,16 +19,17 @@ from typer.testing import CliRunner
 from tdpfed import wire
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
-from tdpfed.config import describe, load_config, parse_config, presets
+from tdpfed.config import load_config, parse_config, presets
 from tdpfed.data import available
 from tdpfed.data.sources import SOURCES
 from tdpfed.errors import TDPFedError
+from tdpfed.keys import describe
 from tdpfed.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-KEYS = {name: {key: default for key, default, _ in describe(name)} for name in ALGORITHMS}
+KEYS = {name: {key.name: key.default for key in describe(name)} for name in ALGORITHMS}
 SECTIONS = {key.partition(".")[0] for key in KEYS["tdpfed"]}
 
 

@@ -123,7 +123,11 @@ def test_a_cell_that_diverges_is_told_and_the_others_go_on(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(RuntimeError("can't\nallocate"), "RuntimeError: can't allocate"), (MemoryError(), "MemoryError")],
+    [
+        (RuntimeError("can't\nallocate"), "RuntimeError: can't allocate"),
+        (MemoryError(), "MemoryError"),
+        (KeyError("x"), "KeyError: 'x'"),
+    ],
 )
 def test_a_cell_that_runs_out_of_memory_is_told_and_the_others_go_on(
     error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,3 +226,26 @@ def test_on_a_gpu_seeds_of_one_configuration_run_together(monkeypatch: pytest.Mo
     monkeypatch.setattr(Config, "device", lambda _: torch.device("cuda"))
     groups = [[one.name for one in group] for group in grid._together(cells)]
     assert groups == [["fedavg-0", "fedavg-1", "fedavg-2", "late"], ["other"]]
+
+
+def test_a_run_with_several_seeds_is_the_runs_of_each(tmp_path: Path) -> None:
+    config = load_config("digits", [*TINY, "algorithm.name=fedavg", "run.seed=3", "run.seeds=2"])
+    folder = grid.begin_seeds(config, tmp_path / "both")
+    assert grid.has_seeds(folder)
+    cells = grid.seeds_in(folder)
+    assert [(one.name, one.config.run.seed, one.config.run.seeds) for one in cells] == [
+        ("seed3", 3, 1),
+        ("seed4", 4, 1),
+    ]
+    run(cells, folder)
+    run([cell("alone", "run.seed=4")], tmp_path)
+    assert metrics(folder / "seed4") == metrics(tmp_path / "alone")
+    assert grid.begin_seeds(config, folder) == folder  # the same again goes on
+    other = load_config("digits", [*TINY, "algorithm.name=fedavg", "run.seeds=3"])
+    with pytest.raises(TDPFedError, match="holds another run"):
+        grid.begin_seeds(other, folder)
+    (folder / grid.SEEDS).write_text("[run")
+    with pytest.raises(TDPFedError, match=r"seeds.toml.* is damaged"):
+        grid.seeds_in(folder)
+    with pytest.raises(TDPFedError, match="--out"):
+        grid.begin_seeds(config, tmp_path / "alone")

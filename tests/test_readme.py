@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import small
 from tdpfed import TDPFed, display, experiment
 from tdpfed.cli import app
-from tdpfed.config import describe, load_config
+from tdpfed.config import load_config
 from tdpfed.engine.records import Record
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
@@ -41,18 +41,6 @@ def test_every_command_line_in_readme_parses() -> None:
         overrides = [arguments[n + 1] for n, word in enumerate(arguments) if word == "--set"]
         if name == "run" and (not arguments or not arguments[0].endswith(".toml")):
             load_config(arguments[0] if arguments and not arguments[0].startswith("-") else "digits", overrides)
-
-
-def test_keys_lists_every_key_with_a_meaning() -> None:
-    for key, _, meaning in describe("tdpfed"):
-        assert meaning, key
-        assert key != "data.partition" or "(iid, classes, dirichlet, natural)" in meaning
-        section, _, name = key.partition(".")
-        assert name in load_config("digits").model_dump()[section]
-    assert "algorithm.s_prime" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["keys"]).output
-    assert "algorithm.s_prime" not in CliRunner().invoke(app, ["keys", "fedavg", "--json"]).output
-    with pytest.raises(TDPFedError, match="did you mean 'fedavg'"):
-        describe("fedvg")
 
 
 def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:

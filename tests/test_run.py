@@ -346,3 +346,16 @@ def test_the_library_needs_torch_and_numpy_only() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2"] * 6 + ["blocked"]
+
+
+def test_several_seeds_end_in_a_table_and_are_resumed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["run", *options("run.seeds=2", "algorithm.name=fedavg"), "--out", "both", "--json"], monkeypatch) == 0
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(made["rows"]) == 1
+    assert {path.name for path in Path("both").glob("seed*")} == {"seed0", "seed1", "seeds.toml"}
+    assert call(["run", "--resume", "both"], monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert "both/table.md" in shown.out
+    assert "2 of 2 runs were finished before" in shown.err

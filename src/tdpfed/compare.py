@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config import describe, load_config, to_toml
+from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.grid import Cell, Outcome
+from tdpfed.keys import describe
 from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
-from tdpfed.report.group import Stat
+from tdpfed.report.group import Stat, rivals_of
 from tdpfed.report.parse import Number
 
 CAPTION = (
-    "Mean ± standard deviation over seeds. Bold: the best of its column; ≈: not apart from it, the means differ by no "
-    "more than both deviations together. Personalised: each client's own model after its last training (with fedavg "
-    "the global model, trained further by the client). Global: the server's model. Worst decile: mean over the worst "
-    "tenth of the clients. MB: of all clients together. To target: rounds and uploaded MB until the personalised "
-    "accuracy was first found at the target, - where a run never was."
+    "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
+    "from it, the means differ by no more than both deviations together. Personalised: each client's own model after "
+    "its last training (with fedavg the global model, trained further by the client). Global: the server's model. "
+    "Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
+    "uploaded MB until the personalised accuracy was first found at the target, - where a run never was."
 )
-OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds"}
+OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
 """Keys that have an option of their own."""
 
 Setting = tuple[str, str]
@@ -62,7 +63,7 @@ def cells_of(
     if seeds < 1:
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
     load_config(source)  # what is wrong with it has nothing to do with the grid
-    keys = {name: {key for key, _, _ in describe(name)} for name in names}
+    keys = {name: {key.name for key in describe(name)} for name in names}
     given = [_setting("--set", text) for text in overrides]
     swept = [_sweep(text) for text in sweeps]
     _check_keys("--set", [key for key, _ in given if key.startswith("algorithm.")], keys)
@@ -102,6 +103,8 @@ def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -
     groups, notes = group_runs(runs)
     notes, files = [*damage, *notes], {}
     made = tables.results(groups, target)
+    if len(groups) > 1 and all(len(group.counted) == 1 for group in groups):
+        notes.append("one seed: no spread, so nothing says which differences are more than chance; give --seeds 3")
     if groups:
         texts = {"table.md": f"{tables.to_markdown(made)}\n{CAPTION}\n", "table.csv": tables.to_csv(made)}
         files = {name: _written(folder / name, text) for name, text in texts.items()}
@@ -113,10 +116,9 @@ def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -
 
 
 def _row(group: Group, groups: Sequence[Group], target: Number) -> dict[str, Any]:
-    rivals = [other for other in groups if other.dataset == group.dataset]
-    goal = tables.target_of(rivals) if target is None else target
-    rounds, sent = tables.reach(group, goal)
+    rivals, goal = rivals_of(group, groups), tables.goal_of(group, groups, target)
     marked = zip(tables.COLUMNS, tables.cells(group, rivals), strict=True)
+    costs = zip(tables.REACH, tables.reach(group, goal), tables.reach_cells(group, rivals, goal), strict=True)
     return {
         "method": group.label,
         "algorithm": group.algorithm,
@@ -124,12 +126,11 @@ def _row(group: Group, groups: Sequence[Group], target: Number) -> dict[str, Any
         "runs": [str(run.path) for run in group.counted],
         **{column.key: _plain(group.stat(column.key), cell.mark) for column, cell in marked},
         "target": goal,
-        "rounds_to_target": _plain(rounds),
-        "uplink_bytes_to_target": _plain(sent),
+        **{column.key: _plain(stat, cell.mark) for column, stat, cell in costs},
     }
 
 
-def _plain(stat: Stat, mark: str = "") -> dict[str, Any]:
+def _plain(stat: Stat, mark: str) -> dict[str, Any]:
     return {"mean": stat.mean, "spread": stat.spread, "mark": mark or None}
 
 
@@ -185,7 +186,7 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
     try:
         first = load_config(source, chosen).run.seed
         return [
-            Cell(f"{label}-seed{seed}", load_config(source, [*chosen, f"run.seed={seed}"]))
+            Cell(f"{label}-seed{seed}", load_config(source, [*chosen, f"run.seed={seed}", "run.seeds=1"]))
             for seed in range(first, first + seeds)
         ]
     except TDPFedError as error:

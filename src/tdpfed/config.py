@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from tdpfed.algorithms import ALGORITHMS, Algorithm
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.algorithms.base import check_hyper
+from tdpfed.checked import checked
+from tdpfed.errors import TDPFedError, raise_all, unknown
 
 
 class Section(BaseModel):
@@ -25,14 +27,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
-S = TypeVar("S", bound=Section)
-
-
 class Run(Section):
     """How long and where to run."""
 
     rounds: int = Field(50, ge=1, description="communication rounds")
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw follows from it")
+    seeds: int = Field(
+        1, ge=1, le=1000, description="how many runs, with seeds from run.seed on; on a GPU they are computed together"
+    )
     evaluate_every: int = Field(1, ge=1, description="evaluate after every so many rounds, and after the last")
     diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if there is one")
@@ -42,6 +44,10 @@ class Run(Section):
     )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="clients computed together; auto: as many as fit"
+    )
+    precision: Literal["float32", "tf32", "bf16"] = Field(
+        "float32",
+        description="how matrices are multiplied; tf32: on a GPU with 10 bits, bf16: the model's own layers with 7",
     )
     loggers: list[Literal["tensorboard", "mlflow"]] = Field([], description="where else records go, as a list")
 
@@ -183,53 +189,56 @@ def load_config(source: str = "digits", overrides: list[str] | None = None) -> C
     return parse_config(values)
 
 
+def preset_text(name: str) -> str:
+    """Return a preset as it is written."""
+    if name not in presets():
+        raise unknown("preset", name, presets())
+    return (resources.files("tdpfed") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+
+
 def parse_config(values: Mapping[str, Any]) -> Config:
-    """Check plain nested values, fill in every default, and return the resolved configuration."""
+    """Check plain nested values, fill in every default, and return the resolved configuration.
+
+    Whatever is wrong is told at once, not only the first of it.
+    """
     values = dict(values)
     algorithm = values.pop("algorithm", {})
     tables = values.pop("algorithms", {})
     if not isinstance(algorithm, Mapping) or not isinstance(tables, Mapping):
         raise TDPFedError("algorithm: a single value given, must be a table with a name and hyper-parameters")
+    errors: list[TDPFedError] = []
     for name, table in tables.items():
-        if name not in ALGORITHMS:
-            raise unknown("algorithms", name, ALGORITHMS)
-        checked_section(_hyper_model(name), table, f"algorithms.{name}")
+        if name in ALGORITHMS:
+            checked(hyper_model(name), table, f"algorithms.{name}", errors)
+        else:
+            errors.append(unknown("algorithms", name, ALGORITHMS))
     name = algorithm.get("name", "tdpfed")
+    hyper: dict[str, Any] = {}
     if not isinstance(name, str) or name not in ALGORITHMS:
-        raise unknown("algorithm.name", name, ALGORITHMS)
-    given = {**tables.get(name, {}), **{key: value for key, value in algorithm.items() if key != "name"}}
-    lists = {key for key, field in _hyper_model(name).model_fields.items() if get_origin(field.annotation) is tuple}
-    given = {key: [value] if key in lists and isinstance(value, str) else value for key, value in given.items()}
-    hyper = checked_section(_hyper_model(name), given, "algorithm")
-    config = checked_section(Config, {**values, "algorithm": {"name": name, **hyper.model_dump()}}, "")
-    config.make_algorithm()  # ranges that only the algorithm knows
+        errors.append(unknown("algorithm.name", name, ALGORITHMS))
+    elif isinstance(own := tables.get(name, {}), Mapping):
+        hyper = _hyper(name, {**own, **{key: value for key, value in algorithm.items() if key != "name"}}, errors)
+    config = checked(Config, {**values, "algorithm": {"name": name, **hyper}}, "", errors)
+    raise_all(errors)
+    assert config is not None
+    config.make_algorithm()  # what only the algorithm knows
     return config
 
 
-def describe(algorithm: str) -> list[tuple[str, Any, str]]:
-    """Return every key with its default and its meaning, for a configuration with the given algorithm.
-
-    Where a key takes one of a few words, its meaning ends with them.
-    """
-    if algorithm not in ALGORITHMS:
-        raise unknown("algorithm", algorithm, ALGORITHMS)
-    sections: dict[str, type[BaseModel]] = {
-        key: field.annotation for key, field in Config.model_fields.items() if isinstance(field.annotation, type)
-    }
-    sections["algorithm"] = _hyper_model(algorithm)
-    rows = [("algorithm.name", algorithm, f"the method ({', '.join(ALGORITHMS)})")]
-    for section, model in sections.items():
-        for key, field in model.model_fields.items():
-            meaning = f"{field.description}{_words(field.annotation)}"
-            rows.append((f"{section}.{key}", field.get_default(call_default_factory=True), meaning))
-    return rows
-
-
-def _words(hint: Any) -> str:
-    """Return the words a key takes, as ``(one, two)``, or nothing."""
-    words = get_args(hint) if get_origin(hint) is Literal else [w for part in get_args(hint) for w in get_args(part)]
-    texts = [word for word in words if isinstance(word, str)]
-    return f" ({', '.join(texts)})" if texts else ""
+def _hyper(name: str, given: dict[str, Any], errors: list[TDPFedError]) -> dict[str, Any]:
+    """Return a method's hyper-parameters, all of them; what is wrong with them is added to ``errors``."""
+    fields, hints = hyper_model(name).model_fields, get_type_hints(ALGORITHMS[name])
+    lists = {key for key, field in fields.items() if get_origin(field.annotation) is tuple}
+    given = {key: [value] if key in lists and isinstance(value, str) else value for key, value in given.items()}
+    section = checked(hyper_model(name), given, "algorithm", errors)
+    if section is None:
+        return {}
+    for item in ALGORITHMS[name].hyper_parameters():
+        try:
+            check_hyper(item, hints[item.name], getattr(section, item.name))
+        except TDPFedError as error:
+            errors.append(TDPFedError(f"algorithm.{error}"))
+    return section.model_dump()
 
 
 def to_toml(config: Config) -> str:
@@ -245,7 +254,8 @@ def to_toml(config: Config) -> str:
 
 
 @cache
-def _hyper_model(name: str) -> type[Section]:
+def hyper_model(name: str) -> type[Section]:
+    """Return the ``[algorithm]`` section of a method, its name left out."""
     algorithm = ALGORITHMS[name]
     hints = get_type_hints(algorithm)
     fields: dict[str, Any] = {
@@ -262,40 +272,10 @@ def _strict(hint: Any) -> bool | None:
     return False if get_origin(hint) is tuple else None  # TOML has lists only
 
 
-def checked_section(section: type[S], values: Mapping[str, Any], where: str) -> S:
-    """Return the section of ``values``, or raise an error that names the key below ``where``."""
-    try:
-        return section.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"]]
-        if first["type"] == "extra_forbidden":
-            *above, name = path
-            raise unknown(".".join([where, *above]).strip(".") or "section", name, _keys(section, above)) from None
-        # A value that may be one of several kinds has an error for each, under the same key.
-        depth = 1 if where else 2
-        key = ".".join([where, *path[:depth]]).strip(".")
-        reasons = [
-            one["msg"].removeprefix("Input should be ")
-            for one in error.errors()
-            if one["loc"][:depth] == first["loc"][:depth]
-        ]
-        raise TDPFedError(f"{key}: {first['input']!r} given, must be {' or '.join(reasons)}") from None
-
-
-def _keys(section: type[BaseModel], above: list[str]) -> list[str]:
-    """Return the keys of the section that lies at ``above``."""
-    for part in above:
-        inner = section.model_fields[part].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            section = inner
-    return list(section.model_fields)
-
-
 def _read(source: str) -> dict[str, Any]:
     names = presets()
     if source in names:
-        return tomllib.loads((resources.files("tdpfed") / "presets" / f"{source}.toml").read_text())
+        return tomllib.loads(preset_text(source))
     path = Path(source)
     if path.suffix != ".toml":
         raise unknown("preset", source, [*names, "a path ending in .toml"])
@@ -308,8 +288,13 @@ def _read(source: str) -> dict[str, Any]:
 
 
 def _overridden(values: dict[str, Any], overrides: list[str] | None) -> dict[str, Any]:
+    errors: list[TDPFedError] = []
     for override in overrides or []:
-        _override(values, override)
+        try:
+            _override(values, override)
+        except TDPFedError as error:
+            errors.append(error)
+    raise_all(errors)
     return values
 
 

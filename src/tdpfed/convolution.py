@@ -7,30 +7,63 @@ takes the same patches again. :func:`as_products` puts this into a recorded grap
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import pad
+from torch.nn.functional import fold, pad
 
-Pair = Sequence[int]
+from tdpfed.gpu import kernels_for
+
+Pair = tuple[int, ...]
 aten = torch.ops.aten
 
+SHORT = (torch.float32, torch.bfloat16)
+"""Numbers that our own kernels take."""
 
-def patches(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
+
+class Geometry(NamedTuple):
+    """Where a two-dimensional convolution of several groups looks."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+    output: Pair
+
+    @property
+    def positions(self) -> int:
+        """How many places of an image it gives a value for."""
+        return self.output[0] * self.output[1]
+
+
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
     """Return what each output position sees, ``(G, C kh kw, B Ho Wo)``, of ``x`` ``(B, G C, H, W)``."""
-    x = pad(x, (padding[1], padding[1], padding[0], padding[0])).contiguous()
-    b, channels, height, width = x.shape
-    rows, columns = (
-        (size - d * (k - 1) - 1) // s + 1
-        for size, k, s, d in zip((height, width), kernel, stride, dilation, strict=True)
-    )
-    c, (s0, s1, s2, s3) = channels // groups, x.stride()
+    if kernels := kernels_for(x, dtypes=SHORT):
+        own: Tensor = kernels.patches(x, geometry)
+        return own
+    down, right = geometry.padding
+    x = pad(x, (right, right, down, down)).contiguous()
+    (b, channels, _, _), (s0, s1, s2, s3) = x.shape, x.stride()
+    c, stride, dilation, kernel = channels // geometry.groups, geometry.stride, geometry.dilation, geometry.kernel
     view = x.as_strided(
-        (groups, c, *kernel, b, rows, columns),
+        (geometry.groups, c, *kernel, b, *geometry.output),
         (c * s1, s1, dilation[0] * s2, dilation[1] * s3, s0, stride[0] * s2, stride[1] * s3),
     )
-    return view.reshape(groups, c * kernel[0] * kernel[1], b * rows * columns)
+    return view.reshape(geometry.groups, c * kernel[0] * kernel[1], b * geometry.positions)
+
+
+def put_back(cols: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
+    """Return the transpose of :func:`patches`: values ``(G, C kh kw, B Ho Wo)`` summed where they were seen."""
+    if kernels := kernels_for(cols, dtypes=SHORT):
+        own: Tensor = kernels.put_back(cols, shape, geometry)
+        return own
+    b, channels, height, width = shape
+    # Of each client and image the columns that PyTorch's fold expects.
+    cols = cols.reshape(geometry.groups, -1, b, geometry.positions).movedim(2, 1).flatten(0, 1)
+    folded = fold(cols, (height, width), geometry.kernel, geometry.dilation, geometry.padding, geometry.stride)
+    return folded.reshape(geometry.groups, b, -1, height, width).movedim(1, 0).reshape(b, channels, height, width)
 
 
 def forward(cols: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
@@ -44,32 +77,20 @@ def forward(cols: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[i
 
 
 def backward(
-    grad: Tensor, cols: Tensor | None, x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients ``wanted`` of inputs, kernels and bias."""
-    b, channels, rows, columns = grad.shape
-    kernel = weight.shape[2:]
+    grad: Tensor, cols: Tensor | None, shape: Sequence[int], weight: Tensor, geometry: Geometry, wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients ``wanted`` of inputs of ``shape``, kernels and bias."""
+    b, channels, _, _ = grad.shape
+    groups = geometry.groups
+    flat = grad.reshape(b, groups, channels // groups, -1).movedim(0, 2).reshape(groups, channels // groups, -1)
     in_x = in_weight = in_bias = None
+    if wanted[0]:
+        in_x = put_back(weight.reshape(groups, channels // groups, -1).mT @ flat, shape, geometry)
     if wanted[1]:
         assert cols is not None
-        flat = (
-            grad.reshape(b, groups, channels // groups, rows * columns).movedim(0, 2).reshape(groups, -1, cols.shape[2])
-        )
         in_weight = (flat @ cols.mT).reshape(weight.shape)
     if wanted[2]:
-        in_bias = grad.sum((0, 2, 3))
-    if wanted[0]:
-        back = [k - 1 - p for k, p in zip(kernel, padding, strict=True)]
-        if all(one == 1 for one in (*stride, *dilation)) and min(back) >= 0:
-            # The convolution of the gradient with the kernels turned round.
-            turned = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flip(-1, -2)
-            turned = turned.reshape(-1, turned.shape[2], *kernel)
-            in_x = forward(patches(grad, kernel, (1, 1), back, (1, 1), groups), turned, None, x.shape)
-        else:
-            in_x = aten.convolution_backward(
-                grad, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [True, False, False]
-            )[0]
+        in_bias = flat.sum(-1).reshape(-1)
     return in_x, in_weight, in_bias
 
 
@@ -78,34 +99,40 @@ def as_products(module: fx.GraphModule) -> fx.GraphModule:
     graph, cols = module.graph, dict[tuple[Any, ...], fx.Node]()
     first = _first_alike(graph)
 
-    def patches_of(x: fx.Node, weight: fx.Node, rest: tuple[Any, ...]) -> fx.Node:
+    def patches_of(x: fx.Node, geometry: Geometry) -> fx.Node:
         """Return the node with the patches, which forward and backward share."""
-        arguments = (first[x], tuple(weight.meta["val"].shape[2:]), *map(tuple, rest[:3]), rest[3])
-        if arguments not in cols:
-            cols[arguments] = graph.call_function(patches, arguments)
-        return cols[arguments]
+        if (first[x], geometry) not in cols:
+            cols[first[x], geometry] = graph.call_function(patches, (first[x], geometry))
+        return cols[first[x], geometry]
 
     for node in list(graph.nodes):
         if node.target is aten.convolution.default:
             x, weight, bias, stride, padding, dilation, transposed, _, groups = node.args
             if groups > 1 and not transposed and len(stride) == 2:
+                shape = tuple(node.meta["val"].shape)
+                geometry = _geometry(weight, stride, padding, dilation, groups, shape)
                 with graph.inserting_before(node):
-                    seen = patches_of(x, weight, (stride, padding, dilation, groups))
-                    new = graph.call_function(forward, (seen, weight, bias, tuple(node.meta["val"].shape)))
+                    new = graph.call_function(forward, (patches_of(x, geometry), weight, bias, shape))
                 node.replace_all_uses_with(new)
                 graph.erase_node(node)
         elif node.target is aten.convolution_backward.default:
             grad, x, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
             if groups > 1 and not transposed and len(stride) == 2:
+                geometry = _geometry(weight, stride, padding, dilation, groups, grad.meta["val"].shape)
                 with graph.inserting_before(node):
-                    known = patches_of(x, weight, (stride, padding, dilation, groups)) if wanted[1] else None
-                    settings = (tuple(stride), tuple(padding), tuple(dilation), groups, tuple(wanted))
-                    new = graph.call_function(backward, (grad, known, x, weight, *settings))
+                    known = patches_of(x, geometry) if wanted[1] else None
+                    shape = tuple(x.meta["val"].shape)
+                    new = graph.call_function(backward, (grad, known, shape, weight, geometry, tuple(wanted)))
                 assert all(user.target is operator.getitem for user in node.users)
                 node.replace_all_uses_with(new)
                 graph.erase_node(node)
     module.recompile()
     return module
+
+
+def _geometry(weight: fx.Node, stride: Pair, padding: Pair, dilation: Pair, groups: int, shape: Pair) -> Geometry:
+    kernel = tuple(weight.meta["val"].shape[2:])
+    return Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups, tuple(shape[2:]))
 
 
 def _first_alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -57,6 +57,7 @@ class GridProgress:
         self.all = bar.add_task("all runs", total=sum(cell.config.run.rounds for cell in cells), state="")
         self.now = bar.add_task("", total=None, state="", visible=False)
         self.rounds: dict[str, int] = {}
+        self.warned: set[str] = set()
 
     def start(self, cells: Sequence[Cell]) -> None:
         """Show that these runs begin."""
@@ -78,7 +79,8 @@ class GridProgress:
         rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
         self.ended += 1
         self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
-        for warning in outcome.warnings:
+        for warning in [one for one in outcome.warnings if one not in self.warned]:
+            self.warned.add(warning)  # runs of one configuration warn of the same
             self._say(f"warning: {name}: {warning}")
         if outcome.kept:
             self.kept += 1
@@ -115,7 +117,9 @@ def comparison_table(made: tables.Table, title: str, caption: str, width: int = 
     # One data set and one target are said once, not in every row.
     datasets, targets = ({str(row[at[name]]) for row in made.rows} for name in ("data set", "target %"))
     first = [*(["data set"] if len(datasets) > 1 else []), "method"]
-    columns = [*first, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
+    # Where runs failed, means are over different numbers of them.
+    counts = ["runs"] if len({row[at["runs"]] for row in made.rows}) > 1 else []
+    columns = [*first, *counts, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
     goal = "target" if len(targets) > 1 else f"{min(targets)} %"
     narrow = width < 120  # spreads and units then have lines of their own
     padding = (0, 0 if narrow else 1, 0, 0)

@@ -44,6 +44,7 @@ def prepare(config: Config, data_root: Path | None = None) -> Simulation:
         rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
         attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
         privacy=_privacy(config),
+        precision=config.run.precision,
     )
 
 

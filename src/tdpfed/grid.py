@@ -17,6 +17,9 @@ from tdpfed.engine.folder import CONFIG, RunFolder
 from tdpfed.errors import TDPFedError
 from tdpfed.session import Session, run_together
 
+SEEDS = "seeds.toml"
+"""The configuration of a run with several seeds, in the folder that holds the run of each."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -35,6 +38,30 @@ class Outcome:
     kept: bool = False
     error: str | None = None
     warnings: Sequence[str] = ()
+
+
+def begin_seeds(config: Config, folder: Path) -> Path:
+    """Make a folder for a run with several seeds, and return it; nothing is made where there is something else."""
+    if not has_seeds(folder):
+        RunFolder.check(folder)
+    elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
+        raise TDPFedError(f"--out: {str(folder)!r} holds another run; give another folder with --out")
+    _make(folder)
+    (folder / SEEDS).write_text(to_toml(config), encoding="utf-8")
+    return folder
+
+
+def has_seeds(folder: Path) -> bool:
+    """Whether a folder is that of a run with several seeds."""
+    return (folder / SEEDS).exists()
+
+
+def seeds_in(folder: Path) -> list[Cell]:
+    """Return a cell for each seed of such a folder."""
+    config = _configuration(folder / SEEDS)
+    seeds = range(config.run.seed, config.run.seed + config.run.seeds)
+    runs = (config.run.model_copy(update={"seed": seed, "seeds": 1}) for seed in seeds)
+    return [Cell(f"seed{run.seed}", config.model_copy(update={"run": run})) for run in runs]
 
 
 def run_cells(
@@ -86,7 +113,7 @@ def _run(
         errors = run_together(sessions, show)
         for session in [session for session in sessions if not session.summary]:
             session.end()  # killed after its last round and before its summary
-    except (TDPFedError, MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is the last
+    except Exception as error:  # a full memory, a full disk, code of the user's own: whatever it is, the others go on
         errors = [error] * len(cells)
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [
@@ -110,17 +137,20 @@ def _check(path: Path, config: Config) -> None:
     if not _begun(path):
         RunFolder.check(path)
         return
-    _, text = RunFolder.open(path)
-    try:
-        there = parse_config(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, TDPFedError) as error:
-        raise TDPFedError(f"--out: {str(path / 'config.toml')!r} is damaged ({error})") from None
+    there = _configuration(path / CONFIG)
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         raise TDPFedError(
             f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give another folder with --out"
         )
+
+
+def _configuration(file: Path) -> Config:
+    try:
+        return parse_config(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TDPFedError) as error:
+        raise TDPFedError(f"--out: {str(file)!r} is damaged ({error})") from None
 
 
 def _begun(path: Path) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -29,6 +29,11 @@ RECORDINGS = 16
 """Kinds of input a recorded gradient is kept for."""
 
 
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of ``(B, C)`` and class numbers ``(B,)``: PyTorch's in a third of its operators."""
+    return nn.functional.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).mean().neg()
+
+
 @dataclass(frozen=True)
 class Objective:
     """``f(theta; batch)``: the mean loss of a model's output on a batch."""
@@ -36,9 +41,10 @@ class Objective:
     model: nn.Module
     layout: Layout  # of the parameters that are trained; frozen ones stay in the model
     loss: Loss
+    short: bool = False  # layers compute in bfloat16 where autocast lets them; parameters and loss stay as they are
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss = nn.functional.cross_entropy) -> "Objective":
+    def of(cls, model: nn.Module, loss: Loss = cross_entropy, *, short: bool = False) -> "Objective":
         """Make the objective of ``model``; ``loss(outputs, targets)`` gives the mean over the batch."""
         refuse_running_statistics(model)
         for name, layer in model.named_modules():
@@ -47,7 +53,7 @@ class Objective:
                     f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws no seed of ours "
                     "repeats; remove it, set p=0 or call model.eval()"
                 )
-        return cls(model, Layout.of(_trained(model)), loss)
+        return cls(model, Layout.of(_trained(model)), loss, short)
 
     def initial(self) -> Tensor:
         """Return the model's own trained parameters as a flat vector ``(P,)``."""
@@ -67,7 +73,7 @@ class Objective:
             {name: value for name, value in one.model.state_dict().items() if name not in one.layout.names}
             for one in (self, other)
         )
-        same = self.layout == other.layout and self.loss is other.loss and mine.keys() == its.keys()
+        same = (self.layout, self.loss, self.short, mine.keys()) == (other.layout, other.loss, other.short, its.keys())
         return same and all(torch.equal(value, its[name]) for name, value in mine.items())
 
     def activation_size(self, x: Tensor) -> int:
@@ -87,8 +93,10 @@ class Objective:
 
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
-        result: Tensor = functional_call(self.model, self.layout.unflatten(theta), (x,))
-        return result
+        parameters = self.layout.unflatten(theta)
+        with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False):
+            result: Tensor = functional_call(self.model, parameters, (x,))
+        return result.to(theta.dtype) if self.short else result
 
     def value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of parameters ``(P,)`` on a batch."""
@@ -105,7 +113,7 @@ class Objective:
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
-        return theta.device.type == "cpu" and self._convolves
+        return theta.device.type == "cpu" and self.convolves
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
@@ -128,7 +136,8 @@ class Objective:
         return replayed(vmap(grad_and_value(self.value)))
 
     @cached_property
-    def _convolves(self) -> bool:
+    def convolves(self) -> bool:
+        """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
 
 
@@ -155,7 +164,7 @@ def replayed(function: Gradient) -> Gradient:
         kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
         if kind not in recorded:
             try:
-                graph = make_fx(record)(theta, x, y)
+                graph = _without_idle(make_fx(record)(theta, x, y))
                 recorded[kind] = as_products(graph) if theta.is_cuda else graph
             except (MemoryError, torch.OutOfMemoryError):
                 raise
@@ -166,3 +175,13 @@ def replayed(function: Gradient) -> Gradient:
         return recorded[kind](theta, x, y)
 
     return call
+
+
+def _without_idle(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph without products with 1, which come with every layer's bias."""
+    for node in list(module.graph.nodes):
+        if node.target is torch.ops.aten.mul.Scalar and node.args[1] == 1:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    module.recompile()
+    return module

@@ -11,14 +11,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
 
 from tdpfed import cp
 from tdpfed.errors import TDPFedError
-from tdpfed.lanes import side_by_side
+from tdpfed.gpu import kernels_for, side_by_side
 from tdpfed.layout import Layout
 
 
@@ -143,20 +143,26 @@ class FactorPlan:
                 factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
         return self.factors.join(factors)
 
-    def residual_grad(self, a: Tensor, theta: Tensor) -> Tensor:
-        """Return the gradient of ``1/2 ||theta - compose(a)||^2`` in ``a``, shape ``(..., Q)``."""
+    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a``, shape ``(..., Q)``."""
         grad = torch.empty_like(a, memory_format=torch.contiguous_format)
         # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
         slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
         parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
+        kernels = kernels_for(a, theta)
         with side_by_side(a.device) as lane:
             for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
                 out = [next(parts) for _ in group]
+                if rank is None and kernels is not None:
+                    continue
                 with lane():
                     if rank is None:
-                        out[0].copy_(group[0] - tensor)
+                        out[0].copy_((group[0] - tensor) * scale)
                     else:
-                        cp.residual_grad(tensor, group, out)
+                        cp.residual_grad(tensor, group, out, scale)
+            if kernels is not None and None in self.ranks:  # all dense parameters at once
+                with lane():
+                    kernels.differences(a.contiguous(), theta.contiguous(), grad, *_dense_places(self, a.device), scale)
         return grad
 
     def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:
@@ -178,6 +184,17 @@ class FactorPlan:
         tensors = iter(self.factors.split(a))
         counts = [1 if rank is None else len(shape) for _, shape, rank in self._parameters]
         return [([next(tensors) for _ in range(count)], rank) for count, rank in zip(counts, self.ranks, strict=True)]
+
+
+@cache
+def _dense_places(plan: FactorPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where the values of dense parameters lie in the factor vector, and where in the dense one."""
+    names = [name for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is None]
+
+    def within(layout: Layout) -> Tensor:
+        return torch.cat([torch.arange(layout.size)[layout.slices[name]] for name in names]).to(device)
+
+    return within(plan.factors), within(plan.dense)
 
 
 def rank_for(shape: Sequence[int], compression: float) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tdpfed.advice import advice
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.ensemble import Ensemble, error_of
@@ -49,7 +50,9 @@ class Session:
         Loggers.check(config)
         simulation = prepare(config, data_root)
         torch.set_num_threads(threads(config, simulation))
-        return cls(config, simulation, RunFolder.create(path, to_toml(config)))
+        session = cls(config, simulation, RunFolder.create(path, to_toml(config)))
+        session.warnings = advice(config, simulation.algorithm)
+        return session
 
     @classmethod
     def resume(cls, path: Path, data_root: Path | None) -> "Session":

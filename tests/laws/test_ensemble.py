@@ -57,7 +57,7 @@ def test_too_many_for_one_computation_go_one_after_another(monkeypatch: pytest.M
 
 def test_what_differs_is_refused() -> None:
     data = small.federation()
-    with pytest.raises(TDPFedError, match="one algorithm on one device, and at the same round"):
+    with pytest.raises(TDPFedError, match="one algorithm on one device, in one precision and at the same round"):
         Ensemble([Simulation(small.mlp(), data, FedAvg()), Simulation(small.mlp(), data, PFedMe())])
     with pytest.raises(TDPFedError, match="none given"):
         Ensemble([])

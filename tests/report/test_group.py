@@ -80,6 +80,11 @@ def test_names_say_what_tells_groups_apart(tmp_path: Path) -> None:
     plain = folders.make(tmp_path / "plain", "algorithm.compression=2", "run.evaluate_every=5")
     labels = [group.label for group in grouped(sweep[0], odd, plain)[0]]
     assert labels == ["tdpfed (c2)", "tdpfed, attack alie", "tdpfed (plain)"]
+    sections = ("robust.name=median", "participation.clients=3", "robust.clip=1.0")
+    few = [folders.make(tmp_path / section, section) for section in sections]
+    assert [group.label for group in grouped(sweep[0], *few)[0]][1:] == [
+        "tdpfed, robust median", "tdpfed, participation.clients 3", "tdpfed, clip 1",
+    ]  # fmt: skip
     many = [
         f"algorithm.{key}" for key in ("lam=3.0", "s=2", "tau=3", "eta=0.1", "eta_p=0.2", "momentum=0.1", "beta=0.5")
     ]

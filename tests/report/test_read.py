@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tdpfed.engine.attacks import attackers
 from tdpfed.engine.folder import RunFolder
 from tdpfed.engine.records import Record
 from tdpfed.errors import TDPFedError
@@ -156,6 +157,18 @@ def test_records_of_other_versions_are_read(tmp_path: Path) -> None:
     assert not run.notes
 
 
+def test_an_attack_s_clients_do_not_count_before_the_summary_either(tmp_path: Path) -> None:
+    bad = attackers(3, 10, 0.3).tolist()
+    every = {"client_accuracy": [0.1 if hostile else 0.9 for hostile in bad]}
+    settings = ("robust.attack=noise", "robust.attack_fraction=0.3")
+    going = read_run(folders.make(tmp_path / "a", *settings, seed=3, status=None, every=every))
+    assert going.figures["worst_decile_accuracy"] == 0.9
+    path = folders.make(tmp_path / "b", *settings, seed=3, status=None, every=every)
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace("attack_fraction = 0.3", 'attack_fraction = "many"'))
+    assert read_run(path).figures["worst_decile_accuracy"] == 0.1
+
+
 def test_what_is_no_run_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -165,6 +178,8 @@ def test_what_is_no_run_folder_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "empty", tmp_path / "file", tmp_path / "nowhere", only_config):
         with pytest.raises(TDPFedError, match=f"^RUN: '{path}' given, must be a run folder"):
             read_run(path)
+        with pytest.raises(TDPFedError, match=f"^RUN: '{path}' given, must be a run folder"):
+            read_runs([path])
 
 
 def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import folders
 import pytest
 
 from tdpfed.report import Group, group_runs, read_runs, table
-from tdpfed.report.table import COLUMNS, Cell, Table, cells, cost_to, results, run_cells, single_runs, target_of
+from tdpfed.report.table import COLUMNS, Cell, Table, cells, cost_to, reach_cells, results, run_cells, target_of
 
 
 @pytest.fixture
@@ -44,7 +45,42 @@ def test_a_groups_cells_are_the_mean_of_its_runs(groups: list[Group]) -> None:
 def test_the_best_is_marked_and_what_the_spread_does_not_separate(groups: list[Group]) -> None:
     marks = {group.label: cells(group, groups)[0].mark for group in groups}
     assert marks == {"tdpfed": "best", "fedavg": "close", "local": ""}
+    at = [column.key for column in COLUMNS].index("uplink_bytes")
+    assert {group.label: cells(group, groups)[at].mark for group in groups} == {
+        "tdpfed": "",
+        "fedavg": "",
+        "local": "best",
+    }
+    assert {cells(group, groups)[-1].mark for group in groups} == {""}, "more rounds are neither good nor bad"
+    costs = {group.label: [cell.mark for cell in reach_cells(group, groups, 0.6)] for group in groups}
+    assert costs["local"] == ["", "best"]
+    assert costs["tdpfed"][0] == "best"
+    assert {cell.mark for group in groups for cell in reach_cells(group, groups, 0.99)} == {""}
     assert [cell.mark for cell in cells(groups[0], groups[:1])] == len(COLUMNS) * [""]
+
+
+def test_what_was_dealt_differently_is_no_rival(tmp_path: Path) -> None:
+    paths = [
+        folders.make(tmp_path / f"{name}{alpha}", f"algorithm.name={name}", f"data.alpha={alpha}", level=level)
+        for name, alpha, level in (
+            ("fedavg", 0.1, 0.9),
+            ("local", 0.1, 0.95),
+            ("fedavg", 1.0, 0.7),
+            ("local", 1.0, 0.6),
+        )
+    ]
+    (made, notes) = group_runs(read_runs(paths)[0])
+    at = results(made).titles.index("personalised %")
+    marks = [getattr(row[at], "mark", None) for row in results(made).rows]
+    assert marks == ["", "best", "best", ""]
+    assert any("2 different ways" in note for note in notes)
+
+
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_the_common_target_is_exact(percent: int, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = {id(run): run for run in groups[0].runs[:1]}.values()
+    group = Group("x", (replace(run, series={**run.series, "personalized_accuracy": [percent / 100]}),))
+    assert target_of([group]) == percent / 100
 
 
 def test_cost_to_a_target_by_hand(groups: list[Group]) -> None:
@@ -82,7 +118,7 @@ def test_csv_holds_every_number_in_full(groups: list[Group]) -> None:
         stat = group.stat("personalized_accuracy")
         assert float(line["personalised %"]) == 100 * (stat.mean or 0)
         assert float(line["personalised % sd"]) == 100 * (stat.spread or 0)
-    lines = read_csv(table.to_csv(single_runs(groups)))
+    lines = read_csv(table.to_csv(table.single_runs(groups)))
     assert [line["run"] for line in lines] == [run.name for group in groups for run in group.runs]
 
 

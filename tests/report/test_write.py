@@ -1,6 +1,7 @@
 """Reports on disk: where they go, what they hold, what is refused, and how a page follows a run."""
 
 import json
+import os
 import re
 import sys
 import time
@@ -67,11 +68,11 @@ def test_bad_input_is_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     cases = {
-        (str(tmp_path),): ["RUN", "must be a run folder", "config.toml"],
+        (str(tmp_path / "folder"),): ["RUN", "must be a run folder", "config.toml", "or a folder of such"],
         (str(run), str(tmp_path / "nowhere")): ["RUN", "nowhere"],
         (str(run), "--out", str(tmp_path / "folder")): ["--out", "is a folder"],
         (str(run), "--out", str(tmp_path / "file" / "page.html")): ["--out", "cannot write"],
-        (str(run), "--export", str(tmp_path / "file")): ["--export", "cannot write"],
+        (str(run), "--export", str(tmp_path / "file")): ["--export", "is a file", "must be a folder"],
     }
     for arguments, words in cases.items():
         monkeypatch.setattr(sys, "argv", ["tdpfed", "report", *arguments])
@@ -81,6 +82,7 @@ def test_bad_input_is_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert (stop.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
         assert captured.err.startswith("error: ")
         assert all(word in captured.err for word in words), captured.err
+        assert not (run / "report.html").exists(), "nothing is written before everything has been checked"
 
 
 @pytest.mark.parametrize(("package", "arguments"), [("plotly", []), ("matplotlib", ["--export", "figures"])])
@@ -276,7 +278,47 @@ def test_following_writes_the_page_with_every_change_until_the_run_ends(
 
     last = follow([path], None, on_page)
     assert seen == [(2, 5), (3, 5), (4, 5), (4, 0)]
-    assert not last.running
+    assert not last.unfinished
+
+
+def test_a_folder_of_runs_stands_for_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = tmp_path / "grid"
+    paths = [folders.make(grid / f"tdpfed-seed{s}", seed=s) for s in (10, 9, 1)]
+    for path in paths:  # begun at the same time: then by name
+        os.utime(path / "config.toml", (1e9, 1e9))
+    first = folders.make(grid / "zero", "algorithm.name=fedavg")
+    os.utime(first / "config.toml", (1e8, 1e8))
+    (grid / "table.md").write_text("")
+    (grid / "figures").mkdir()
+    other = folders.make(tmp_path / "other", "algorithm.name=local")
+    monkeypatch.chdir(tmp_path)
+    assert call("grid") == (0, "grid/report.html\n", "")
+    names = [run["name"] for run in data_of(grid / "report.html")["runs"]]
+    assert names == ["zero", "tdpfed-seed1", "tdpfed-seed9", "tdpfed-seed10"]
+    assert call("grid", str(other)) == (0, "report.html\n", "")
+    assert len(data_of(tmp_path / "report.html")["runs"]) == 5
+    assert "tdpfed-seed9: given more than once" in call("grid", str(paths[1]))[2]
+
+
+def test_a_folder_of_runs_is_followed_to_runs_that_begin_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders.make(tmp_path / "grid" / "a")  # finished, and no other begun yet
+    steps = [lambda: folders.make(tmp_path / "grid" / "b", seed=1, rounds=2, status=None)]
+
+    def sleep(_: float) -> None:
+        if not steps:
+            raise KeyboardInterrupt
+        steps.pop()()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    seen: list[tuple[int, float]] = []
+
+    def on_page(report: Report) -> None:
+        data = data_of(report.page)
+        seen.append((len(data["runs"]), data["live"]))
+
+    follow([tmp_path / "grid"], None, on_page)
+    assert seen == [(1, 5), (2, 5)]
+    assert data_of(tmp_path / "grid" / "report.html")["live"] == 0
 
 
 def test_following_that_is_broken_off_leaves_a_snapshot(
@@ -290,7 +332,7 @@ def test_following_that_is_broken_off_leaves_a_snapshot(
     monkeypatch.setattr(time, "sleep", stop)
     status, out, err = call(str(path), "--watch")
     assert (status, out) == (0, f"{path / 'report.html'}\n")
-    assert err.count("following the run") == 1
+    assert err.count("following in") == 1
     assert data_of(path / "report.html")["live"] == 0
 
 

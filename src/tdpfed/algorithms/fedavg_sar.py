@@ -33,6 +33,10 @@ class FedAvgSAR(FedAvg):
         """Values without their positions."""
         return {"values": None}
 
+    def values(self, size: int) -> int:
+        """Return how many of ``size`` coordinates travel."""
+        return max(1, round(size / self.compression))
+
     def subset(self, turn: Turn, size: int) -> Tensor:
         """Return the coordinates of each client's subset, ``(..., m)``; the latest are remembered."""
         known = next((drawn for seen, drawn in tuple(self._memo) if _same(seen, turn)), None)
@@ -46,9 +50,8 @@ class FedAvgSAR(FedAvg):
         return deque(maxlen=4)  # broadcast, update and aggregate of a round ask for the same subset, groups in between
 
     def _draw(self, turn: Turn, size: int) -> Tensor:
-        count = max(1, round(size / self.compression))
         bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
-        position = torch.arange(count, device=turn.clients.device)
+        position = torch.arange(self.values(size), device=turn.clients.device)
         return permute(position, torch.full((), size, device=turn.clients.device), bits)
 
     def broadcast(self, server: State, turn: Turn) -> State:

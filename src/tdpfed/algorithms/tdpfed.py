@@ -20,6 +20,7 @@ from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper,
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
+from tdpfed.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,23 +105,23 @@ class TDPFed(Algorithm):
         self, message: State, private: State, batches: Batches, grad: Grad
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield theta, the factors and the loss after each local round."""
-        a = message["factors"]
-        theta = self._full(message)
+        theta, space = self._full(message), self._workspace(message["factors"].device)
+        a = space.pack(message["factors"])
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
         personal = optim.nesterov(self.eta_p, self.momentum)
         state: optim.State | None = None
         for t in range(self.tau):
-            batch, w = batches(t), self.plan.compose(a)
+            batch, w = batches(t), space.compose(a)
             velocity = personal.init(theta)
             for step in range(1, self.s + 1):
                 g, loss = grad(theta, batch)
                 theta, velocity = personal.step(theta, torch.add(g, theta - w, alpha=self.lam), velocity, step)
-            a, state = self._move_factors(a, theta, state, t)
-            yield theta, a, loss
+            a, state = self._move_factors(a, space.target(theta), space, state, t)
+            yield theta, space.unpack(a), loss
 
     def _move_factors(
-        self, a: Tensor, theta: Tensor, state: "optim.State | None", t: int
+        self, a: Tensor, theta: Tensor, space: Workspace, state: "optim.State | None", t: int
     ) -> tuple[Tensor, "optim.State | None"]:
         """Take ``s_prime`` steps on ``lam/2 ||theta - [[A]]||^2`` in the factors (eqs. 16 to 18)."""
         if self.optimizer == "als":
@@ -131,14 +132,19 @@ class TDPFed(Algorithm):
         done = 0 if fresh else t * self.s_prime
         for step in range(done + 1, done + self.s_prime + 1):
             if self.factor_steps == "joint":
-                a, moments = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
+                a, moments = rule.step(a, space.residual_grad(a, theta, self.lam), moments, step)
                 continue
             for turn in self._turns.to(a.device):
                 kept = tuple(moment.clone() for moment in moments)
-                moved, new = rule.step(a, self.lam * self.plan.residual_grad(a, theta), moments, step)
+                moved, new = rule.step(a, space.residual_grad(a, theta, self.lam), moments, step)
                 a = torch.where(turn, moved, a)
                 moments = tuple(torch.where(turn, n, k) for n, k in zip(new, kept, strict=True))
         return a, moments
+
+    def _workspace(self, device: torch.device) -> Workspace:
+        """Return where the factors are moved; ALS and alternating steps take them as they are."""
+        together = self.optimizer != "als" and self.factor_steps == "joint"
+        return Workspace(self.plan, padded=together and device.type == "cuda")
 
     @cached_property
     def _turns(self) -> Tensor:

@@ -1,7 +1,7 @@
 """The command line: thin, it turns arguments into calls of the library and results into tables or JSON.
 
-``--json`` prints one JSON object as the last line of standard output and nothing else there. Bad input is one line on
-standard error and exit status 2.
+``--json`` prints one JSON object as the last line of standard output and nothing else there. Bad input is a line on
+standard error for each mistake, and exit status 2.
 """
 
 import sys
@@ -13,25 +13,26 @@ import typer
 import tdpfed
 from tdpfed.cli import flower, runs, tools
 from tdpfed.cli.base import app
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import CombinedError, TDPFedError
 
 __all__ = ["app", "flower", "main", "runs", "tools"]
 
 
 def main() -> None:
-    """Run the command line; a :class:`TDPFedError` becomes a line on standard error and exit status 2."""
+    """Run the command line; a :class:`TDPFedError` becomes lines on standard error and exit status 2."""
     try:
         app()
     except TDPFedError as error:
-        _fail(str(error))
+        _fail(*(error.lines if isinstance(error, CombinedError) else [str(error)]))
     except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
         if "allocate" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
         _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no more to be had'})")
 
 
-def _fail(message: str) -> None:
-    print("error:", " ".join(message.splitlines()), file=sys.stderr)  # noqa: T201
+def _fail(*messages: str) -> None:
+    for message in messages:
+        print("error:", " ".join(message.splitlines()), file=sys.stderr)  # noqa: T201
     sys.exit(2)
 
 

@@ -2,15 +2,19 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_own_code, print_json, tell
 from tdpfed.errors import TDPFedError
+
+if TYPE_CHECKING:
+    from tdpfed.grid import Cell
 
 
 @app.command()
@@ -29,18 +33,23 @@ def run(
     """Train a federation in simulation, and write a run folder; or go on with one that was stopped."""
     from tdpfed.config import load_config
     from tdpfed.display import progress, summary_table
+    from tdpfed.grid import begin_seeds, has_seeds
     from tdpfed.session import Session
 
     if resume is not None:
         if source is not None or set_ or out is not None:
             raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
         sys.path.append(os.getcwd())
+        if has_seeds(resume):
+            return _run_seeds(resume, data_root, json_)
         session = Session.resume(resume, data_root)
     else:
         config = load_config(source or "digits", set_)
         find_own_code(config.model.name)
         algorithm, now = config.algorithm["name"], datetime.now()
         name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+        if config.run.seeds > 1:
+            return _run_seeds(begin_seeds(config, out or Path("runs") / name), data_root, json_)
         session = Session.begin(config, out or Path("runs") / name, data_root)
     tell(f"warning: {warning}" for warning in session.warnings)
     summary = session.run(progress)
@@ -52,6 +61,7 @@ def run(
     if summary["status"] == "interrupted":
         tell([f"interrupted; go on with: tdpfed run --resume {path}"])
         raise typer.Exit(130)
+    return None
 
 
 @app.command()
@@ -76,25 +86,47 @@ def compare(
     json_: Json = False,
 ) -> None:
     """Run methods side by side over several seeds, or go on with that; end with a table and a page."""
-    from tdpfed.compare import CAPTION, cells_of, check_target, conclude
-    from tdpfed.display import comparison_table, grid_progress
-    from tdpfed.grid import run_cells
+    from tdpfed.compare import cells_of, check_target
 
     check_target(target)
     cells, notes = cells_of(source or "digits", algorithms, seeds, sweep or [], set_ or [])
     tell(f"note: {note}" for note in notes)
     find_own_code(*(cell.config.model.name for cell in cells))
     folder = out or Path("runs") / f"compare-{Path(source or 'digits').stem}"
+    _grid(cells, folder, data_root, json_, "the same command goes on from here", target, notes)
+
+
+def _run_seeds(folder: Path, data_root: Path | None, json_: bool) -> None:
+    from tdpfed.grid import seeds_in
+
+    _grid(seeds_in(folder), folder, data_root, json_, f"go on with: tdpfed run --resume {folder}")
+
+
+def _grid(
+    cells: "Sequence[Cell]",
+    folder: Path,
+    data_root: Path | None,
+    json_: bool,
+    again: str,
+    target: float | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Run what is not finished of these cells, and show what they come to."""
+    from tdpfed.compare import CAPTION, conclude
+    from tdpfed.display import comparison_table, grid_progress
+    from tdpfed.grid import run_cells
+
     try:
         with grid_progress(cells) as show:
             outcomes = run_cells(cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end)
     except KeyboardInterrupt:
-        tell(["interrupted; the same command goes on from here"])
+        tell([f"interrupted; {again}"])
         raise typer.Exit(130) from None
     made = conclude(outcomes, folder, target)
     if json_:
         print_json({"folder": str(folder), **made.as_json(), "notes": [*notes, *made.notes]})
     elif made.groups:
+        seeds = len({cell.config.run.seed for cell in cells})
         title = f"{', '.join(dict.fromkeys(group.dataset for group in made.groups))}, seeds: {seeds}"
         console = Console()
         console.print(comparison_table(made.table, title, CAPTION, console.width))
@@ -153,14 +185,23 @@ def reproduce(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, finished or in progress.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders, finished or in progress; or a folder of them, as compare makes it."
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page; RUN/report.html for one run, else report.html.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page; RUN/report.html by default, or ./report.html for several. Missing folders are made.",
+        ),
     ] = None,
     export: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX)."
+            metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX) here."
         ),
     ] = None,
     watch: Annotated[
@@ -169,13 +210,15 @@ def report(
     json_: Json = False,
 ) -> None:
     """Make one HTML page of runs that works offline: curves, clients, results, plan and configuration."""
-    from tdpfed.report import Report, follow, write_page
+    from tdpfed.report import Report, check_export, follow, write_page
     from tdpfed.report import export as write_exports
 
+    if export is not None:
+        check_export(export)
     told: set[str] = set()
 
     def tell_notes(made: Report) -> None:
-        follows = [f"following the run in {made.page}; Ctrl-C ends that"] if watch and made.running else []
+        follows = [f"following in {made.page}; Ctrl-C ends that"] if watch and made.unfinished else []
         new = [note for note in dict.fromkeys([*made.notes, *follows]) if note not in told]
         told.update(new)
         tell(f"note: {note}" for note in new)

@@ -1,13 +1,16 @@
-"""Commands that look things up: keys of the configuration, factor plans, data sets."""
+"""Commands that look things up: keys of the configuration, presets, factor plans, data sets."""
 
 import json
+import tomllib
 from dataclasses import asdict
 from typing import Annotated
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
 from tdpfed.errors import TDPFedError
@@ -21,17 +24,44 @@ def keys(
     algorithm: Annotated[str, typer.Argument(metavar="[ALGORITHM]", help="Whose hyper-parameters to list.")] = "tdpfed",
     json_: Json = False,
 ) -> None:
-    """List every key of the configuration, with its default and its meaning."""
-    from tdpfed.config import describe
+    """List every key of the configuration: what it may be, its default and its meaning."""
+    from tdpfed.keys import describe
 
-    rows = describe(algorithm)
+    found = describe(algorithm)
     if json_:
-        print_json({key: {"default": default, "meaning": meaning} for key, default, meaning in rows})
+        print_json(
+            {key.name: {"allowed": key.allowed, "default": key.default, "meaning": key.meaning} for key in found}
+        )
         return
-    table = Table("key", "default", "meaning")
-    for key, default, meaning in rows:
-        table.add_row(key, "-" if default is None else json.dumps(default), meaning)
+    folded = [Column(title, overflow="fold") for title in ("allowed", "default", "meaning")]
+    table = Table(Column("key", no_wrap=True), *folded, box=SIMPLE_HEAD)
+    for key in found:
+        # Escaped: square brackets are markup to rich.
+        default = "-" if key.default is None else escape(json.dumps(key.default))
+        table.add_row(key.name, escape(key.allowed), default, escape(key.meaning))
     Console().print(table)
+
+
+@app.command()
+def preset(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Which one; without a name they are listed.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Print a preset as TOML, to begin a file of your own with; or list the presets."""
+    from tdpfed.config import preset_text, presets
+
+    if name is not None:
+        text = preset_text(name)
+        return print_json(tomllib.loads(text)) if json_ else typer.echo(text, nl=False)
+    about = {one: preset_text(one).partition("\n")[0].removeprefix("# ") for one in presets()}
+    if json_:
+        return print_json(about)
+    table = Table("preset", "what it is")
+    for one, words in about.items():
+        table.add_row(one, escape(words))
+    return Console().print(table)
 
 
 @app.command()

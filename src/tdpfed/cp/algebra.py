@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.errors import TDPFedError
+from tdpfed.gpu import kernels_for
 
 CPU_CHUNK_BYTES = 3 << 19
 """On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
@@ -33,9 +34,12 @@ def compose(factors: Sequence[Tensor]) -> Tensor:
 
 def khatri_rao(factors: Sequence[Tensor]) -> Tensor:
     """Return the column-wise Kronecker product, shape ``(..., prod I_n, R)``; the last factor's row varies fastest."""
-    product = factors[0]
-    for factor in factors[1:]:
-        product = (product.unsqueeze(-2) * factor.unsqueeze(-3)).flatten(-3, -2)
+    product, kernels = factors[-1], kernels_for(*factors)
+    for factor in reversed(factors[:-1]):  # the small ones are multiplied first, where kernel positions come last
+        if kernels is not None and factor.ndim == 3:
+            product = kernels.khatri_rao(factor, product)
+        else:
+            product = (factor.unsqueeze(-2) * product.unsqueeze(-3)).flatten(-3, -2)
     return product
 
 
@@ -67,8 +71,10 @@ def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
     return next(product for n, product in _walk(_partial(theta, factors, side), factors, side) if n == mode)
 
 
-def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return the gradient of ``1/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A).
+def residual_grad(
+    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor] | None = None, scale: float = 1.0
+) -> list[Tensor]:
+    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A).
 
     It is written into ``out`` where that is given: tensors of the factors' shapes, their leading dimensions mergeable.
     """
@@ -81,7 +87,7 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
     rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
     few = len(factors) == 2 or (theta.is_cuda and len(factors) > 1)
     if few and not any(tensor.requires_grad for tensor in (theta, *factors)):
-        residual_grad_in_few_kernels(theta, factors, rows)
+        residual_grad_in_few_kernels(theta, factors, rows, scale)
         return grads
     for start in range(0, clients, together):
         # The last group reaches back to full size: groups of one size take the same kernels.
@@ -90,11 +96,13 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor
         some = [factor[group] for factor in factors]
         grams = [factor.mT @ factor for factor in some]
         for n, product in sweep(theta[group], some):
-            rows[n][group].copy_((some[n] @ hadamard_of_others(grams, n)).sub_(product))
+            rows[n][group].copy_((some[n] @ hadamard_of_others(grams, n)).sub_(product).mul_(scale))
     return grads
 
 
-def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+def residual_grad_in_few_kernels(
+    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float = 1.0
+) -> None:
     """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
 
     For a matrix it is as much arithmetic as the other way, in half the kernels. From order 3 on it is half as much
@@ -104,14 +112,15 @@ def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: 
     cut = _cut(sizes)
     left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
     matrix = theta.reshape(len(theta), math.prod(sizes[:cut]), math.prod(sizes[cut:]))
-    residual = torch.baddbmm(matrix, left, right.mT, beta=-1)
+    residual = torch.baddbmm(matrix, left, right.mT, beta=-scale, alpha=scale)
     sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
     for side, unfolded, other in sides:
         if len(side) == 1 and theta.is_cuda:
             torch.bmm(unfolded, other, out=out[side.start])  # a kernel less, but vmap does not know it
             continue
-        for n, product in _walk(unfolded @ other, factors, side):
-            out[n].copy_(product)
+        for n, product in _walk(unfolded @ other, factors, side, out):
+            if product is not out[n]:
+                out[n].copy_(product)
 
 
 def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -191,21 +200,29 @@ def _partial(theta: Tensor, factors: Sequence[Tensor], side: range) -> Tensor:
     return matrix @ khatri_rao(factors[cut:]) if left else matrix.mT @ khatri_rao(factors[:cut])
 
 
-def _walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tuple[int, Tensor]]:
-    """Yield the products of ``side``'s modes, given ``partial`` with all other modes contracted."""
+def _walk(
+    partial: Tensor, factors: Sequence[Tensor], side: range, out: Sequence[Tensor] | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the products of ``side``'s modes, given ``partial`` with all other modes contracted.
+
+    A product may be written into its place in ``out`` at once; it is then that tensor itself.
+    """
     if len(side) == 1:
         yield side.start, partial
         return
     first, rest = side.start, side[1:]
     partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
-    yield first, _contract(partial, khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2)
-    yield from _walk(_contract(partial, factors[first].unsqueeze(-2), -3), factors, rest)
+    others = khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3)
+    yield first, _contract(partial, others, -2, None if out is None else out[first])
+    last = None if out is None or len(rest) > 1 else out[rest.start]
+    yield from _walk(_contract(partial, factors[first].unsqueeze(-2), -3, last), factors, rest, out)
 
 
-def _contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
+def _contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
     """Return ``(partial * other).sum(dim)``; on a CPU with a quarter of the product's memory, or without it."""
     if partial.is_cuda:
-        return (partial * other).sum(dim)
+        kernels = kernels_for(partial, other) if partial.ndim == 4 else None
+        return (partial * other).sum(dim) if kernels is None else kernels.contract(partial, other, dim, out)
     if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:
         quarters = zip(partial.chunk(4, dim), other.chunk(4, dim), strict=True)
         return reduce(torch.add, ((part * factor).sum(dim) for part, factor in quarters))

@@ -1,7 +1,6 @@
 """What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
 
 import torch
-from torch import nn
 
 from tdpfed.aggregate import Rule
 from tdpfed.algorithms.base import Algorithm, Turn
@@ -10,16 +9,19 @@ from tdpfed.engine.participation import Participation
 from tdpfed.engine.runners import Outcome
 from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
-from tdpfed.objective import Objective
+from tdpfed.objective import Objective, cross_entropy
 from tdpfed.wire import Rejected
 
 
 def check_settings(
-    seed: int, runner: str, chunk: int | None, participation: Participation, rule: Rule, clients: int
+    seed: int, runner: str, chunk: int | None, precision: str, participation: Participation, rule: Rule, clients: int
 ) -> None:
     """Refuse settings outside their range, or that this number of clients cannot meet."""
-    if runner not in ("batched", "loop"):
-        raise unknown("runner", runner, ("batched", "loop"))
+    for field, given, allowed in (
+        ("runner", runner, ("batched", "loop")), ("precision", precision, ("float32", "tf32", "bf16")),
+    ):  # fmt: skip
+        if given not in allowed:
+            raise unknown(field, given, allowed)
     if not 0 <= seed < 2**63:
         raise TDPFedError(f"seed: {seed} given, must be 0 or more")
     if chunk is not None and chunk < 1:
@@ -80,7 +82,7 @@ def check_model(objective: Objective, data: Federation) -> None:
         raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
     if not torch.is_tensor(outputs):
         raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
-    if objective.loss is nn.functional.cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
+    if objective.loss is cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
         raise TDPFedError(
             f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
             f"must be (2, classes) with at least the data's {data.classes} classes"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import State, Turn
 from tdpfed.engine.graphs import Graphed
+from tdpfed.engine.precision import arithmetic
 from tdpfed.engine.runners import Outcome, as_state, rows_of
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
@@ -27,8 +28,10 @@ class Ensemble:
         first = simulations[0]
         for other in simulations:
             same = (other.algorithm == first.algorithm, other.federation.device == first.federation.device)
-            if not all((*same, other.round == first.round)):
-                raise TDPFedError("simulations: must be runs of one algorithm on one device, and at the same round")
+            if not all((*same, other.round == first.round, other.runner.precision == first.runner.precision)):
+                raise TDPFedError(
+                    "simulations: must be runs of one algorithm on one device, in one precision and at the same round"
+                )
         self.simulations = list(simulations)
         self._one_objective = all(first.objective.computes_as(other.objective) for other in simulations)
 
@@ -42,7 +45,8 @@ class Ensemble:
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.server, rows_of(simulation.private, turn.clients), as_state(turn)]
         graphs = runner.graphs and turns[0].clients.is_cuda
-        together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
+        with arithmetic(runner.precision):
+            together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
         begin, errors = 0, []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             rows = slice(begin, begin + len(turn.clients))

@@ -15,6 +15,10 @@ VALUES_AT_ONCE = 1 << 28
 """Activations one forward pass may hold."""
 
 
+ENOUGH_ALONE = 100
+"""Samples per client from which a GPU is better at one client's convolutions after another's than at all of them."""
+
+
 @dataclass(frozen=True)
 class Score:
     """Correct answers, answers and summed loss of each client, ``(K,)`` each."""
@@ -56,7 +60,8 @@ def score_each(
     correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
     losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
     everybody = torch.arange(len(clients), device=theta.device)
-    for group in everybody.unbind() if objective.one_by_one(theta) else [everybody]:
+    alone = objective.one_by_one(theta) or (objective.convolves and int(size.sum()) >= ENOUGH_ALONE * len(clients))
+    for group in everybody.unbind() if alone else [everybody]:
         done = 0
         while (left := group[size[group] > done]).numel():
             # As many samples as every client of the group still has: nothing is computed that does not count.

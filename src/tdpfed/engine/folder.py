@@ -184,8 +184,13 @@ def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, 
 
 @cache
 def source_commit() -> str | None:
-    """Return the commit of the source tree where the package is run from one; ``+`` marks changes to it."""
+    """Return the commit of the source tree where the package is run from one; ``+`` marks changes to it.
+
+    A copy of a commit without its history is told which it is by ``$TDPFED_COMMIT``.
+    """
     here = Path(tdpfed.__file__).parent
+    if told := os.environ.get("TDPFED_COMMIT"):
+        return told
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()

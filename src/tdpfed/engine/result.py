@@ -9,11 +9,12 @@ from tdpfed.algorithms.base import Algorithm
 from tdpfed.data.federation import Federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.precision import Precision
 from tdpfed.engine.records import Record
 from tdpfed.engine.runners import RunnerName
 from tdpfed.engine.simulate import EVERYBODY, MEAN, Simulation
 from tdpfed.engine.uplink import Attack
-from tdpfed.objective import Loss
+from tdpfed.objective import Loss, cross_entropy
 from tdpfed.privacy import Privacy
 from tdpfed.wire import Codec
 
@@ -51,12 +52,13 @@ def simulate(
     participation: Participation = EVERYBODY,
     runner: RunnerName = "batched",
     chunk: int | None = None,
-    loss: Loss = nn.functional.cross_entropy,
+    loss: Loss = cross_entropy,
     diagnostics: Diagnostics | None = None,
     codec: Codec = "float32",
     rule: Rule = MEAN,
     attack: Attack | None = None,
     privacy: Privacy | None = None,
+    precision: Precision = "float32",
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
@@ -65,5 +67,6 @@ def simulate(
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
         diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
+        precision=precision,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.graphs import Graphed
+from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.sampling import batch_indices
 from tdpfed.objective import Objective
 
@@ -49,13 +50,15 @@ class Runner:
     kind: RunnerName = "batched"
     chunk: int | None = None  # clients computed together; None: as many as fit
     graphs: bool = True  # on a GPU: record a round and replay it
+    precision: Precision = "float32"
 
     def run(self, server: State, private: State, turn: Turn) -> Outcome:
         """Run the turn's clients; ``private`` holds their rows, in the same order."""
-        if self.kind == "loop":
-            return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-        size = self.chunk or self.fitting
-        return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
+        with arithmetic(self.precision):
+            if self.kind == "loop":
+                return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
+            size = self.chunk or self.fitting
+            return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
 
     def batches(self, turn: Turn) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""

@@ -6,7 +6,9 @@ it is integer arithmetic modulo 2^32 in int64 tensors (a product may wrap, its l
 GPU.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -60,15 +62,13 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
     A Feistel network on a grid of ``a x b >= size`` cells is a bijection; what lands past the end walks on until it
     falls inside, which keeps it one. Nothing of length ``size`` is ever stored or sorted.
     """
+    if index.is_cuda:
+        return _compiled_permute()(index, size, bits)
     columns = size.double().sqrt().ceil().long()
     rows = (size + columns - 1) // columns
     index = _feistel(index, rows, columns, bits)
     for _ in range(WALKS):
-        outside = index >= size
-        if index.device.type != "cpu":  # a GPU is not made to wait for how many there are
-            index = torch.where(outside, _feistel(index, rows, columns, bits), index)
-            continue
-        few = outside.nonzero(as_tuple=True)
+        few = (index >= size).nonzero(as_tuple=True)
         if not len(few[0]):
             break
         index = index.index_put(
@@ -108,3 +108,28 @@ def _feistel(index: Tensor, rows: Tensor, columns: Tensor, bits: Tensor) -> Tens
         else:
             left = (left + mix((right * 0x9E3779B1 + salt) & MASK)) % rows
     return left * columns + right
+
+
+@cache
+def _compiled_permute() -> Callable[..., Tensor]:
+    """Return :func:`permute` for a GPU: what is a thousand small kernels above, as one."""
+    code = f"""template <typename T>
+    T permuted(T index, T size, T bits) {{
+        auto mix = [](T x) {{
+            x = ((x ^ (x >> 16)) * 0x7FEB352DLL) & {MASK}LL;
+            x = ((x ^ (x >> 15)) * 0x846CA68BLL) & {MASK}LL;
+            return x ^ (x >> 16);
+        }};
+        T columns = (T)ceil(sqrt((double)size)), rows = (size + columns - 1) / columns;
+        for (int walk = 0; walk <= {WALKS} && (walk == 0 || index >= size); ++walk) {{
+            T left = index / columns, right = index % columns;
+            for (T turn = 0; turn < {FEISTEL_ROUNDS}; ++turn) {{
+                T salt = mix(bits ^ ((turn * 0x632BE5ABLL) & {MASK}LL));
+                if (turn % 2) right = (right + mix((left * 0x9E3779B1LL + salt) & {MASK}LL)) % columns;
+                else left = (left + mix((right * 0x9E3779B1LL + salt) & {MASK}LL)) % rows;
+            }}
+            index = left * columns + right;
+        }}
+        return index % size;
+    }}"""
+    return torch.cuda.jiterator._create_jit_fn(code)

@@ -17,12 +17,13 @@ from tdpfed.engine.attacks import attackers, flip_labels
 from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
+from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.records import Ledger, Record
 from tdpfed.engine.runners import Outcome, Runner, RunnerName, rows_of
 from tdpfed.engine.sampling import Stream, key
 from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError
-from tdpfed.objective import Loss, Objective
+from tdpfed.objective import Loss, Objective, cross_entropy
 from tdpfed.privacy import Accountant, Privacy, private_average
 from tdpfed.wire import Codec, Kind, Rejected, encoded_size
 
@@ -43,19 +44,20 @@ class Simulation:
         participation: Participation = EVERYBODY,
         runner: RunnerName = "batched",
         chunk: int | None = None,
-        loss: Loss = nn.functional.cross_entropy,
+        loss: Loss = cross_entropy,
         diagnostics: Diagnostics | None = None,
         codec: Codec = "float32",
         rule: Rule = MEAN,
         attack: Attack | None = None,
         privacy: Privacy | None = None,
+        precision: Precision = "float32",
     ) -> None:
         for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
             if not isinstance(given, kind):
                 raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
-        check_settings(seed, runner, chunk, participation, rule, federation.clients)
+        check_settings(seed, runner, chunk, precision, participation, rule, federation.clients)
         # A copy, where the data are: the caller's model stays as it is.
-        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss)
+        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss, short=precision == "bf16")
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
         self.honest = ~hostile  # whose accuracy counts
         if attack is not None and attack.kind == "label-flip":
@@ -73,7 +75,7 @@ class Simulation:
             check_privacy(self.algorithm, participation, self.uplink, federation.clients)
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
             self.accountant.check_affordable(1)
-        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk)
+        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk, precision=precision)
         theta = self.objective.initial()
         generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
         self.server: State = self.algorithm.init(theta, generator)
@@ -153,6 +155,10 @@ class Simulation:
 
     def record(self, seconds: float) -> Record:
         """Evaluate all models after the current round; hostile clients' accuracy is listed but does not count."""
+        with arithmetic(self.runner.precision):
+            return self._record(seconds)
+
+    def _record(self, seconds: float) -> Record:
         everybody = torch.arange(self.federation.clients, device=self.federation.device)
         at_once = self._samples_at_once
         personal = evaluate.score_each(self.objective, self.personalized(), self.federation, everybody, at_once)

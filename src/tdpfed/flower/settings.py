@@ -11,10 +11,11 @@ from typing import Any
 from pydantic import Field
 
 from tdpfed.aggregate import Rule
-from tdpfed.config import Config, Data, Section, checked_section, parse_config
+from tdpfed.checked import checked
+from tdpfed.config import Config, Data, Section, parse_config
 from tdpfed.engine.checks import check_settings
 from tdpfed.engine.participation import Participation
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import TDPFedError, raise_all
 
 
 class Flower(Section):
@@ -37,6 +38,7 @@ NEEDS_TASK = "comes from the app's task.py in a deployment, must be left out"
 REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("participation.dropout", 0.0, "0: real nodes are lost by themselves"),
     ("robust.attack", None, "left out: attackers are for simulation"),
+    ("run.precision", "float32", "'float32': nodes compute in it"),
     ("run.diagnostics_every", 0, "0: the server does not see what they are made of"),
     ("privacy.clip", None, "left out: every node knows the seed, and with it the noise"),
     ("privacy.noise", None, "left out: every node knows the seed, and with it the noise"),
@@ -48,7 +50,10 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     values: dict[str, Any] = {}
     for key, value in run_config.items():
         _put(values, key, value)
-    flower = checked_section(Flower, values.pop("flower", {}), "flower")
+    errors: list[TDPFedError] = []
+    flower = checked(Flower, values.pop("flower", {}), "flower", errors)
+    raise_all(errors)
+    assert flower is not None
     for section in ("data", "model"):
         for key in values.get(section, {}):
             if key != "name":
@@ -63,7 +68,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
             raise TDPFedError(f"{key}: {given!r} given, must be {why}")
     _refuse_secure_aggregation(config, flower)
     participation = Participation(**config.participation.model_dump())
-    check_settings(config.run.seed, "loop", None, participation, rule_of(config), flower.nodes)
+    check_settings(config.run.seed, "loop", None, "float32", participation, rule_of(config), flower.nodes)
     return config, flower
 
 

@@ -2,6 +2,17 @@
 
 from tdpfed.report.group import Group, group_runs
 from tdpfed.report.read import Run, read_run, read_runs
-from tdpfed.report.write import Report, export, follow, write_page
+from tdpfed.report.write import Report, check_export, export, follow, write_page
 
-__all__ = ["Group", "Report", "Run", "export", "follow", "group_runs", "read_run", "read_runs", "write_page"]
+__all__ = [
+    "Group",
+    "Report",
+    "Run",
+    "check_export",
+    "export",
+    "follow",
+    "group_runs",
+    "read_run",
+    "read_runs",
+    "write_page",
+]

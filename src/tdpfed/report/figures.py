@@ -37,12 +37,19 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def draw(groups: Sequence[Group], save: Callable[[str, "Figure"], None]) -> None:
-    """Draw every figure that groups of one data set have something for, and hand each with its name to ``save``."""
+def check() -> None:
+    """Refuse to draw without matplotlib."""
     try:
-        import matplotlib
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise TDPFedError("--export: needs matplotlib, not installed; pip install 'tdpfed[report]'") from error
+
+
+def draw(groups: Sequence[Group], save: Callable[[str, "Figure"], None]) -> None:
+    """Draw every figure that groups of one data set have something for, and hand each with its name to ``save``."""
+    check()
+    import matplotlib
+
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
         for name, figure in _figures(groups):

@@ -64,6 +64,12 @@ class Group:
         """The method of its runs."""
         return self.runs[0].algorithm
 
+    @property
+    def task(self) -> Any:
+        """What its clients have to learn: the data set, and how it was dealt to them."""
+        settings = _without_seeds(self.runs[0].config)
+        return self.dataset, _frozen({key: value for key, value in settings.items() if key.startswith("data.")})
+
     @cached_property
     def counted(self) -> tuple[Run, ...]:
         """The runs that figures are taken over: the finished ones, or while there are none, all that have records."""
@@ -113,7 +119,12 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     datasets = list(dict.fromkeys(run.dataset for run in runs))
     found = [Group(members[0].algorithm, tuple(members)) for members in groups.values()]
     found.sort(key=lambda group: datasets.index(group.dataset))
-    notes = []
+    tasks = {name: len({group.task for group in found if group.dataset == name}) for name in datasets}
+    notes = [
+        f"{name}: data dealt or cut in {ways} different ways; the best is marked within each"
+        for name, ways in tasks.items()
+        if ways > 1
+    ]
     if len(datasets) > 1:
         notes.append(f"{len(datasets)} data sets ({', '.join(datasets)}): figures compare within one, not between them")
     for group in found:
@@ -121,6 +132,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         if run_twice := [run.name for run, seed in zip(group.runs, seeds, strict=True) if seeds.count(seed) > 1]:
             notes.append(f"{', '.join(run_twice)}: same configuration and same seed, counted as separate runs")
     return _labelled(found), notes
+
+
+def rivals_of(group: Group, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups whose figures compare with a group's, itself among them: those of the same task."""
+    return [other for other in groups if other.task == group.task]
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,10 +183,14 @@ def _labelled(groups: Sequence[Group]) -> list[Group]:
 def _words(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the settings in which a configuration is not like most of its rivals, as ``compression 4``."""
     words = []
+    names = [key.partition(".")[2] for key in own]
     for key in own:
         values = [_frozen(rival.get(key)) for rival in rivals]
         if key not in ASIDE and 2 * values.count(_frozen(own[key])) <= len(values):
-            words.append(f"{key.partition('.')[2]} {_short(own[key])}")
+            section, _, name = key.partition(".")
+            if section != "algorithm":  # its keys are known by their own name, others where it is not ambiguous
+                name = section if name == "name" else name if names.count(name) == 1 else key
+            words.append(f"{name} {_short(own[key])}")
     return words
 
 

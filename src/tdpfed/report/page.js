@@ -154,7 +154,18 @@ function cost(run, field, target) {
 function figure(values, decimals) {
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length, words = (value, digits) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1 || 1));
-  return [mean, words(mean, decimals) + (spread < 0.5 * 10 ** -decimals ? "" : ` ± ${words(spread, decimals)}`), ""];
+  return [mean, words(mean, decimals) + (spread < 0.5 * 10 ** -decimals ? "" : ` ± ${words(spread, decimals)}`), "", spread];
+}
+
+/* Marks the lowest cost of a column, and what the spreads leave close to it, among rows of one task. */
+function markCosts(rows, at) {
+  for (const row of rows) {
+    const rivals = rows.filter((one) => DATA.groups[one.index].task === DATA.groups[row.index].task && one.cells[at][0] !== null).map(({ cells }) => cells[at]);
+    const means = rivals.map(([mean]) => mean), best = Math.min(...means), [mean, , , spread] = row.cells[at];
+    if (mean === null || new Set(means).size < 2) continue;
+    const room = Math.max(...rivals.filter(([one]) => one === best).map((cell) => cell[3]));
+    row.cells[at][2] = mean === best ? "best" : mean - best <= spread + room ? "close" : "";
+  }
 }
 
 function costs(runs, field, target) {
@@ -167,7 +178,7 @@ function results() {
   const goal = el("input", { type: "number", id: "target", min: 0, max: 100, step: "any", onchange: (event) => { choose("target", event.target.value); redraw(); } });
   const body = el("div"), kind = el("span");
   section("results", "Results",
-    el("p", { class: "hint" }, "Accuracy is right answers over all, on the clients' held-out samples: of each client's own model (personalised), of the models that clients report to the server (local) and of the server's model (global). ± is the standard deviation over seeds. Bold is the best; ≈ is not apart from it by more than the two spreads together."),
+    el("p", { class: "hint" }, "Accuracy is right answers over all, on the clients' held-out samples: of each client's own model (personalised), of the models that clients report to the server (local) and of the server's model (global). ± is the standard deviation over seeds. Bold is the best of its column: the highest accuracy, the lowest cost. ≈ is not apart from it by more than the two spreads together."),
     el("div", { class: "controls" }, el("label", {}, "Target for ", kind, " accuracy, % ", goal)), body);
   redraws.push(() => {
     const field = chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), given = parseFloat(choices.get("target"));
@@ -183,6 +194,7 @@ function resultTable(field, target) {
   const titles = ["method", ...between(DATA.columns, ["rounds to target", "MB to target"])];
   const [column, direction] = (choices.get("sort") || "1.-1").split(".").map(Number);
   const rows = members().map((index) => ({ index, cells: [[DATA.groups[index].label, null, ""], ...between(DATA.groups[index].cells, costs(DATA.groups[index].counted, field, target))] }));
+  [1, 2].forEach((place) => markCosts(rows, DATA.reach_at + place));
   const at = column >= 0 && column < titles.length ? column : 1, sign = direction === 1 ? 1 : -1;
   rows.sort((a, b) => {
     const [x, y] = [a.cells[at][0], b.cells[at][0]];
@@ -259,7 +271,7 @@ function clients() {
   panel("clients", "Clients", (body) => {
     const now = shown().filter((i) => DATA.groups[i].counted.some((run) => DATA.runs[run].clients.length));
     if (!now.length) return false;
-    const [figure, node] = chart("", "Personalised accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled.");
+    const [figure, node] = chart("", "Personalised accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are left out." : ""));
     body.append(figure);
     return drawClients(node, now);
   });
@@ -367,7 +379,7 @@ function configuration() {
 function versions() {
   panel("versions", "Versions and devices", (body) => {
     const runs = runsOf(members()), names = [...new Set(runs.flatMap((run) => Object.keys(run.versions)))];
-    const rows = runs.map((run) => ({ cells: [run.name, run.seed === null ? "-" : String(run.seed), run.status, `${run.rounds}${run.planned ? ` of ${run.planned}` : ""}`, run.device || "-", ...names.map((name) => run.versions[name] || "-"), run.changed, run.path] }));
+    const rows = runs.map((run) => ({ cells: [run.name, run.seed === null ? "-" : String(run.seed), run.status, `${run.rounds}${run.planned ? ` of ${run.planned}` : ""}`, run.device || "-", ...names.map((name) => (name === "commit" ? (run.versions[name] || "-").replace(/^([0-9a-f]{10})[0-9a-f]+/, "$1") : run.versions[name] || "-")), run.changed, run.path] }));
     body.append(simpleTable("Versions and devices", ["run", "seed", "status", "rounds", "device", ...names, "last written", "folder"], rows));
     if (runs.some((run) => !Object.keys(run.versions).length)) body.append(el("p", { class: "hint" }, "A run writes its versions and device when it ends."));
     return true;

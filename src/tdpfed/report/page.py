@@ -16,20 +16,19 @@ from typing import Any
 
 import tdpfed
 from tdpfed.errors import TDPFedError
-from tdpfed.report.group import Group, in_progress
+from tdpfed.report.group import Group
 from tdpfed.report.payload import payload
 
 
 def render(groups: Sequence[Group], notes: Sequence[str], *, reload_every: float = 0.0) -> str:
-    """Return the page; one that is kept up to date reloads itself every so many seconds while a run is in progress."""
-    live = reload_every if in_progress(groups) else 0.0
+    """Return the page; one that is kept up to date reloads itself every so many seconds."""
     made = datetime.now().astimezone()
     data = {
         **payload(groups),
         "made": f"{made:%Y-%m-%d %H:%M:%S}",
         "version": tdpfed.__version__,
         "notes": list(notes),
-        "live": live,
+        "live": reload_every,
     }
     parts = {
         "title": html.escape(_title(groups)),

@@ -77,7 +77,7 @@ def summary(text: str) -> Summary:
     """Return what a report uses of a summary."""
     values = _object(text)
     versions = values.get("versions")
-    words = versions.items() if isinstance(versions, dict) else ()
+    words = {**(versions if isinstance(versions, dict) else {}), "commit": values.get("commit")}.items()
     return Summary(
         figures={key: _number(values.get(key)) for key in FIGURES},
         texts={key: values[key] for key in TEXTS if isinstance(values.get(key), str)},

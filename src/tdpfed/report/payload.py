@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tdpfed.plan import FactorPlan
-from tdpfed.report.group import SEEDS, Group, flat
+from tdpfed.report.group import SEEDS, Group, flat, rivals_of
 from tdpfed.report.parse import ACCURACIES, LOSSES, Number
 from tdpfed.report.plans import plan_of
 from tdpfed.report.read import Run, Series
@@ -24,6 +24,7 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
     members = {name: [group for group in groups if group.dataset == name] for name in datasets}
     runs = [run for group in groups for run in group.runs]
     number = {id(run): i for i, run in enumerate(runs)}
+    tasks = list(dict.fromkeys(group.task for group in groups))
     return {
         "datasets": [
             {"name": name, "targets": {field: target_of(members[name], field) for field in ACCURACIES}}
@@ -36,10 +37,11 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
                 "label": group.label,
                 "algorithm": group.algorithm,
                 "dataset": datasets.index(group.dataset),
+                "task": tasks.index(group.task),
                 "status": group.status,
                 "runs": [number[id(run)] for run in group.runs],
                 "counted": [number[id(run)] for run in group.counted],
-                "cells": [_cell(cell) for cell in cells(group, members[group.dataset])],
+                "cells": [_cell(cell) for cell in cells(group, rivals_of(group, groups))],
                 "mean": _series(group.mean) if len(group.counted) > 1 else None,
                 "spread": _series(group.spread) if len(group.counted) > 1 else None,
                 "plan": _plan(plan_of(group.runs[0])),

@@ -1,10 +1,12 @@
 """Run folders as a report reads them: strict about types, lenient about damage, which becomes a note.
 
-A folder is a run if it holds ``config.toml`` and ``metrics.jsonl``. A metrics file is read up to the first line that is
+A folder is a run if it holds ``config.toml`` and ``metrics.jsonl``; one that holds runs, as ``tdpfed compare`` makes
+it, stands for all of them. A metrics file is read up to the first line that is
 no record (the writer may be in the middle of it); nothing else of the folder has to be there or whole. Only JSON and
 TOML are parsed, and nothing that a folder names is imported.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tdpfed.engine.folder import DONE, METRICS, REFUSALS, worst_decile
+from tdpfed.engine.attacks import attackers
+from tdpfed.engine.folder import CONFIG, DONE, METRICS, REFUSALS, worst_decile
+from tdpfed.engine.folder import SUMMARY as SUMMARY
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
 
-CONFIG, SUMMARY = "config.toml", "summary.json"
 IN_PROGRESS, FINISHED = "in progress", "finished"
 
 Series = Mapping[str, list[Number]]
@@ -32,7 +35,7 @@ class Run:
     config: Mapping[str, Any]
     toml: str
     series: Series
-    clients: Sequence[Number]  # accuracy of each client at the last evaluated round
+    clients: Sequence[Number]  # accuracy of each client at the last evaluated round; None for hostile ones
     diagnostics: Mapping[str, Series]  # by quantity: the rounds it was measured at, and its values
     refusals: Sequence[Refusal]
     figures: Mapping[str, Number]
@@ -76,11 +79,22 @@ class Run:
         return table.get(name, default) if isinstance(table, Mapping) else default
 
 
+def find_runs(path: Path) -> list[Path]:
+    """Return a run folder as it is, and of a folder of runs every one, in the order in which they began."""
+    if _is_run(path) or not path.is_dir():
+        return [path]
+    try:
+        began = {one: (one / CONFIG).stat().st_mtime_ns for one in path.iterdir() if _is_run(one)}
+    except OSError as error:
+        raise TDPFedError(f"RUN: cannot read {str(path)!r} ({error.strerror})") from None
+    return sorted(began, key=lambda one: (began[one], _natural(one.name))) or [path]
+
+
 def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read run folders, each once, and return them with everything there is to note."""
+    """Read run folders and folders of runs, each run once, and return them with everything there is to note."""
     seen: dict[Path, Run] = {}
     notes = []
-    for path in paths:
+    for path in [run for given in paths for run in find_runs(given)]:
         if path.resolve() in seen:
             notes.append(f"{path}: given more than once, shown once")
         else:
@@ -91,13 +105,18 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 def read_run(path: Path) -> Run:
     """Read one run folder."""
-    if not ((path / CONFIG).is_file() and (path / METRICS).is_file()):
-        raise TDPFedError(f"RUN: {str(path)!r} given, must be a run folder, which holds {CONFIG} and {METRICS}")
+    if not _is_run(path):
+        raise TDPFedError(
+            f"RUN: {str(path)!r} given, must be a run folder, which holds {CONFIG} and {METRICS}, or a folder of such"
+        )
     notes: list[str] = []
     toml = _text(path / CONFIG)
     records, cut = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
     refusals, _ = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
     summary = _summary(path / SUMMARY, notes)
+    config = _config(toml, notes)
+    for record in records[-1:]:
+        record["client_accuracy"] = _honest(record["client_accuracy"], config)
     last = records[-1] if records else {}
     if _is_of_now(summary, last, cut):
         figures, texts = summary.figures, summary.texts
@@ -107,7 +126,7 @@ def read_run(path: Path) -> Run:
         figures, texts = _so_far(records), {k: v for k, v in summary.texts.items() if k != "status"}
     return Run(
         path=path,
-        config=_config(toml, notes),
+        config=config,
         toml=toml,
         series={field: [record[field] for record in records] for field in FIELDS},
         clients=last.get("client_accuracy", []),
@@ -119,6 +138,27 @@ def read_run(path: Path) -> Run:
         notes=[f"{path}: {note}" for note in notes],
         changed=datetime.fromtimestamp((path / METRICS).stat().st_mtime).astimezone(),
     )
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return what to sort a name by, so that seed 10 comes after seed 9."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / METRICS).is_file()
+
+
+def _honest(accuracies: Sequence[Number], config: Mapping[str, Any]) -> list[Number]:
+    """Return clients' accuracies without those of the clients that a simulated attack had hostile."""
+    robust, run = (config.get(section) for section in ("robust", "run"))
+    if not isinstance(robust, Mapping) or not isinstance(run, Mapping) or not robust.get("attack"):
+        return list(accuracies)
+    seed, fraction = run.get("seed"), robust.get("attack_fraction")
+    if type(seed) is not int or not isinstance(fraction, int | float) or not (0 <= seed < 2**63 and 0 <= fraction <= 1):
+        return list(accuracies)
+    hostile = attackers(seed, len(accuracies), fraction).tolist()
+    return [None if bad else accuracy for accuracy, bad in zip(accuracies, hostile, strict=True)]
 
 
 def _text(path: Path) -> str:

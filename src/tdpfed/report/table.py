@@ -1,17 +1,17 @@
 """The results as a table, one row per group with mean and spread over its seeds; as CSV, Markdown or LaTeX.
 
 ``rounds to`` and ``MB to target`` count what a run needed until its personalised accuracy first reached the target;
-they are empty where a run never did. Of each accuracy the best is marked, and what the spreads leave close to it.
+they are empty where a run never did. Of accuracies the highest is marked, of costs the lowest, each among the groups of
+the same task, and what the spreads leave close to it.
 """
 
 import csv
 import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tdpfed.plan import FactorPlan
-from tdpfed.report.group import Group, Stat
+from tdpfed.report.group import Group, Stat, rivals_of
 from tdpfed.report.parse import ACCURACIES, Number
 from tdpfed.report.read import Run
 
@@ -20,25 +20,30 @@ BEST, CLOSE = "best", "close"
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its key, its heading with the unit, what to multiply by, and how many decimals to show."""
+    """A column: its key, its heading with the unit, what to multiply by, how many decimals to show, what is best."""
 
     key: str
     title: str
     scale: float = 1.0
     decimals: int = 0
+    best: int = 0  # 1: the highest; -1: the lowest; 0: neither
 
 
 COLUMNS = (
-    Column("personalized_accuracy", "personalised %", 100, 2),
-    Column("local_accuracy", "local %", 100, 2),
-    Column("global_accuracy", "global %", 100, 2),
-    Column("worst_decile_accuracy", "worst decile %", 100, 2),
-    Column("uplink_bytes", "up MB", 1e-6, 2),
-    Column("downlink_bytes", "down MB", 1e-6, 2),
-    Column("seconds", "seconds", 1, 1),
-    Column("best_personalized_accuracy", "best personalised %", 100, 2),
+    Column("personalized_accuracy", "personalised %", 100, 2, 1),
+    Column("local_accuracy", "local %", 100, 2, 1),
+    Column("global_accuracy", "global %", 100, 2, 1),
+    Column("worst_decile_accuracy", "worst decile %", 100, 2, 1),
+    Column("uplink_bytes", "up MB", 1e-6, 2, -1),
+    Column("downlink_bytes", "down MB", 1e-6, 2, -1),
+    Column("seconds", "seconds", 1, 1, -1),
+    Column("best_personalized_accuracy", "best personalised %", 100, 2, 1),
     Column("compression_rate", "upload rate", 1, 2),
     Column("rounds", "rounds"),
+)
+REACH = (
+    Column("rounds_to_target", "rounds to target", 1, 1, -1),
+    Column("uplink_bytes_to_target", "MB to target", 1e-6, 2, -1),
 )
 REACH_AT = 6
 """Where the cost of reaching a target stands among them."""
@@ -46,7 +51,7 @@ REACH_AT = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """A value in the column's unit, its spread, and whether it is the best of its data set or not apart from it."""
+    """A value in the column's unit, its spread, and whether it is the best of its task or not apart from it."""
 
     value: Number
     spread: Number = None
@@ -69,17 +74,26 @@ class Table:
 
 
 def cells(group: Group, rivals: Sequence[Group]) -> list[Cell]:
-    """Return the figures of a group, marked among those of its data set."""
-    found = []
-    for column in COLUMNS:
-        stat = group.stat(column.key)
-        known = [other.stat(column.key) for other in rivals]
-        best = max((one for one in known if one.mean is not None), key=lambda one: one.mean or 0.0, default=None)
-        mark = ""
-        if column.key in ACCURACIES and best is not None and stat.mean is not None and len(rivals) > 1:
-            mark = BEST if stat.mean == best.mean else "" if stat.apart(best) else CLOSE
-        found.append(_cell(column, stat, mark))
-    return found
+    """Return the figures of a group, marked among those of its rivals."""
+    return [_marked(column, group.stat(column.key), [one.stat(column.key) for one in rivals]) for column in COLUMNS]
+
+
+def reach_cells(group: Group, rivals: Sequence[Group], target: Number) -> list[Cell]:
+    """Return what reaching a target cost a group, marked likewise."""
+    stats, others = reach(group, target), [reach(one, target) for one in rivals]
+    return [_marked(column, stats[i], [one[i] for one in others]) for i, column in enumerate(REACH)]
+
+
+def _marked(column: Column, stat: Stat, rivals: Sequence[Stat]) -> Cell:
+    """Return a cell; where there is nothing to choose between, nothing is marked."""
+    means = [one.mean for one in rivals if one.mean is not None]
+    mark = ""
+    if column.best and stat.mean is not None and len(set(means)) > 1:
+        top = max(means) if column.best > 0 else min(means)
+        # Of several at the top, the one that leaves most room.
+        best = max((one for one in rivals if one.mean == top), key=lambda one: one.spread or 0.0)
+        mark = BEST if stat.mean == top else "" if stat.apart(best) else CLOSE
+    return _cell(column, stat, mark)
 
 
 def run_cells(run: Run) -> list[Cell]:
@@ -98,7 +112,12 @@ def target_of(groups: Sequence[Group], accuracy: str = ACCURACIES[0]) -> Number:
     """Return the highest whole per cent that every run which has this accuracy reached, as a fraction."""
     curves = [run.series[accuracy] for group in groups for run in group.counted]
     known = [max(values) for curve in curves if (values := [value for value in curve if value is not None])]
-    return math.floor(100 * min(known)) / 100 if known and min(known) >= 0.01 else None
+    return next((percent / 100 for percent in range(100, 0, -1) if known and percent / 100 <= min(known)), None)
+
+
+def goal_of(group: Group, groups: Sequence[Group], target: Number) -> Number:
+    """Return the accuracy whose cost is shown for a group: ``target``, or what its data set's runs all reached."""
+    return target_of([other for other in groups if other.dataset == group.dataset]) if target is None else target
 
 
 def cost_to(run: Run, target: float) -> tuple[Number, Number]:
@@ -124,9 +143,8 @@ def results(groups: Sequence[Group], target: Number = None) -> Table:
     """
     rows: list[list[str | Cell]] = []
     for group in groups:
-        rivals = [other for other in groups if other.dataset == group.dataset]
-        goal = target_of(rivals) if target is None else target
-        rounds, sent = reach(group, goal)
+        rivals = rivals_of(group, groups)
+        goal = goal_of(group, groups, target)
         rows.append(
             [
                 group.dataset,
@@ -134,13 +152,12 @@ def results(groups: Sequence[Group], target: Number = None) -> Table:
                 f"{len(group.counted)}",
                 *(figures := cells(group, rivals))[:REACH_AT],
                 Cell(None if goal is None else 100 * goal),
-                _cell(Column("", "", 1, 1), rounds),
-                _cell(Column("", "", 1e-6, 2), sent),
+                *reach_cells(group, rivals, goal),
                 *figures[REACH_AT:],
                 group.status,
             ]
         )
-    titles, costs = [column.title for column in COLUMNS], ["target %", "rounds to target", "MB to target"]
+    titles, costs = [column.title for column in COLUMNS], ["target %", *(column.title for column in REACH)]
     titles = [*titles[:REACH_AT], *costs, *titles[REACH_AT:]]
     return Table(["data set", "method", "runs", *titles, "status"], rows)
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tdpfed.engine.folder import METRICS, REFUSALS
+from tdpfed.engine.folder import CONFIG, METRICS, REFUSALS, SUMMARY
 from tdpfed.errors import TDPFedError
 from tdpfed.plan import FactorPlan
 from tdpfed.report import figures, table
 from tdpfed.report.group import Group, group_runs, in_progress
 from tdpfed.report.page import render
 from tdpfed.report.plans import plan_of
-from tdpfed.report.read import CONFIG, SUMMARY, read_runs
+from tdpfed.report.read import find_runs, read_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,25 +27,27 @@ FORMATS = ("png", "svg", "pdf")
 
 @dataclass(frozen=True)
 class Report:
-    """A page that was written, what is on it and what is to be noted."""
+    """A page that was written, what is on it, what is to be noted, and whether there is more to come."""
 
     page: Path
     groups: Sequence[Group]
     notes: Sequence[str]
-
-    @property
-    def running(self) -> int:
-        """How many of its runs are in progress."""
-        return len(in_progress(self.groups))
+    unfinished: bool
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, *, reload_every: float = 0.0) -> Report:
-    """Read run folders and write their page: into the folder of a single run, or to ``report.html``, unless told."""
+    """Read run folders and write their page: into the one folder that was given, or here, unless told.
+
+    A page that is kept up to date reloads itself every so many seconds while a run is in progress. A folder of runs is
+    open for more of them, and never finished.
+    """
     read, damage = read_runs(runs)
     groups, notes = group_runs(read)
-    page = out or (read[0].path / "report.html" if len(read) == 1 else Path("report.html"))
-    report = Report(page, groups, [*damage, *notes])
-    text = render(groups, report.notes, reload_every=reload_every)
+    home = runs[0] if len(runs) == 1 else read[0].path if len(read) == 1 else Path()
+    page = out or home / "report.html"
+    unfinished = bool(in_progress(groups)) or any(find_runs(run) != [run] for run in runs)
+    report = Report(page, groups, [*damage, *notes], unfinished)
+    text = render(groups, report.notes, reload_every=reload_every if unfinished else 0.0)
     with _named_errors("--out", page):
         if page.is_dir():
             raise TDPFedError(f"--out: {str(page)!r} is a folder, must be a file, as in report.html")
@@ -62,18 +64,25 @@ def follow(
     every: float = 1.0,
     reload: float = 5.0,
 ) -> Report:
-    """Write the page again whenever a run folder has changed, until no run is in progress; Ctrl-C leaves a snapshot."""
+    """Write the page again whenever a run has changed, until all have ended; Ctrl-C leaves a snapshot."""
     try:
         while True:
             seen = _state(runs)
             report = write_page(runs, out, reload_every=reload)
             on_page(report)
-            if not report.running:
+            if not report.unfinished:
                 return report
             while _state(runs) == seen:
                 time.sleep(every)
     except KeyboardInterrupt:
         return write_page(runs, out)
+
+
+def check_export(folder: Path) -> None:
+    """Refuse what :func:`export` could not write to, before anything is written."""
+    figures.check()
+    if folder.exists() and not folder.is_dir():
+        raise TDPFedError(f"--export: {str(folder)!r} is a file, must be a folder")
 
 
 def export(groups: Sequence[Group], folder: Path) -> list[Path]:
@@ -109,15 +118,16 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
 
 
-def _state(runs: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return what changes when a run writes: time and size of its files."""
+def _state(runs: Sequence[Path]) -> list[tuple[Path, int, int]]:
+    """Return what changes when a run begins or writes: its files, their times and sizes."""
     found = []
-    for path in [run / name for run in runs for name in (CONFIG, METRICS, REFUSALS, SUMMARY)]:
+    names = (CONFIG, METRICS, REFUSALS, SUMMARY)
+    for path in [run / name for given in runs for run in find_runs(given) for name in names]:
         try:
             stat = path.stat()
-            found.append((stat.st_mtime_ns, stat.st_size))
+            found.append((path, stat.st_mtime_ns, stat.st_size))
         except OSError:
-            found.append((0, 0))
+            found.append((path, 0, 0))
     return found
 
 

@@ -1,11 +1,14 @@
-"""Work on independent parts side by side on a GPU; on a CPU one after another."""
+"""What a GPU is good at: our own kernels where they fit, and independent parts side by side."""
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import cycle
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 LANES = 8
 """Streams that share the parts; parts beyond them queue up."""
@@ -43,3 +46,17 @@ def side_by_side(device: torch.device) -> Iterator[Lane]:
 @cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(LANES)]
+
+
+def kernels_for(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> ModuleType | None:
+    """Return the module of our own kernels, None where these tensors cannot go through them."""
+    fitting = all(t.is_cuda and t.dtype in dtypes and not t.requires_grad and t.stride(-1) == 1 for t in tensors)
+    return _kernels() if fitting else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        return importlib.import_module("tdpfed.kernels")
+    except ImportError:  # a PyTorch without Triton
+        return None

@@ -1,0 +1,56 @@
+"""Our own GPU kernels against plain PyTorch."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("dim", [-2, -3])
+@pytest.mark.parametrize("shape", [(4, 7, 9, 569), (1, 1, 1, 1), (3, 256, 9, 64), (33, 40, 5, 3)])
+def test_contraction_is_the_sum_of_the_product(shape: tuple[int, ...], dim: int) -> None:
+    from tdpfed import kernels
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    partial = torch.randn(shape, generator=generator, device="cuda")
+    other = torch.randn((*shape[:-3], *((1, shape[-2]) if dim == -2 else (shape[-3], 1)), shape[-1]), device="cuda")
+    expected = (partial.double() * other.double()).sum(dim)
+    torch.testing.assert_close(kernels.contract(partial, other, dim).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_permutation_is_the_one_of_the_cpu() -> None:
+    from tdpfed.engine.sampling import Stream, key, permute
+
+    size = torch.tensor([1, 2, 3, 80, 81, 82, 1000, 12345])[:, None]
+    index = torch.arange(3000)[None] % size
+    bits = key(5, Stream.BATCH, torch.arange(len(size))[:, None])
+    ours = permute(index.cuda(), size.cuda(), bits.cuda()).cpu()
+    assert torch.equal(ours, permute(index, size, bits))
+
+
+def test_khatri_rao_is_the_column_wise_product() -> None:
+    from tdpfed import kernels
+
+    flat = torch.randn(3, 1000, device="cuda")
+    a, b = flat[:, 10 : 10 + 5 * 70].view(3, 5, 70), flat[:, 400 : 400 + 7 * 70].view(3, 7, 70)
+    expected = torch.einsum("kir,kjr->kijr", a, b).reshape(3, 35, 70)
+    torch.testing.assert_close(kernels.khatri_rao(a, b), expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradient_in_float32_is_that_of_the_cpu_in_float64(padded: bool) -> None:
+    from tdpfed.models import build
+    from tdpfed.plan import FactorPlan
+    from tdpfed.workspace import Workspace
+
+    plan = FactorPlan.of(build("vgg8", seed=0), 2.0)
+    generator = torch.Generator().manual_seed(1)
+    a = torch.stack([plan.init(torch.randn(plan.dense.size, generator=generator), generator) for _ in range(2)])
+    theta = torch.randn(2, plan.dense.size, generator=generator)
+    expected = plan.residual_grad(a.double(), theta.double(), 3.0)
+    space = Workspace(plan, padded=padded)
+    packed = space.pack(a.cuda())
+    ours = space.unpack(space.residual_grad(packed, space.target(theta.cuda()), 3.0)).cpu().double()
+    assert (ours - expected).norm() <= 1e-5 * expected.norm()
+    biases = plan.factors.slices["conv1.bias"] if "conv1.bias" in plan.factors.names else slice(0, 0)
+    torch.testing.assert_close(ours[:, biases], expected[:, biases], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,58 @@
+"""A padded workspace gives what the plan itself does."""
+
+import pytest
+import torch
+
+from tdpfed import optim
+from tdpfed.plan import FactorPlan
+from tdpfed.workspace import ALIGNED, Workspace
+
+SHAPES = {"conv.weight": (6, 3, 3, 3), "conv.bias": (6,), "fc.weight": (10, 13), "fc.bias": (10,), "scale": ()}
+PLAN = FactorPlan.of(SHAPES, 1.5)
+
+
+def drawn(*lead: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    a = torch.randn(*lead, PLAN.factors.size, generator=generator, dtype=torch.float64)
+    return a, torch.randn(*lead, PLAN.dense.size, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("lead", [(), (4,)])
+def test_packed_and_unpacked_is_the_same(lead: tuple[int, ...]) -> None:
+    a, _ = drawn(*lead)
+    space = Workspace(PLAN, padded=True)
+    packed = space.pack(a)
+    assert packed.shape[-1] > a.shape[-1]
+    assert torch.equal(space.unpack(packed), a)
+    torch.testing.assert_close(packed.square().sum(-1), a.square().sum(-1))
+
+
+def test_what_is_not_padded_stays_as_it_is() -> None:
+    a, theta = drawn(2)
+    space = Workspace(PLAN, padded=False)
+    assert space.pack(a) is a
+    assert space.unpack(a) is a
+    assert space.target(theta) is theta
+    assert torch.equal(space.compose(a), PLAN.compose(a))
+
+
+def test_ranks_are_multiples() -> None:
+    plan = Workspace(PLAN, padded=True).plan
+    assert all(rank is None or rank % ALIGNED == 0 for rank in plan.ranks)
+    assert [rank is None for rank in plan.ranks] == [rank is None for rank in PLAN.ranks]
+
+
+@pytest.mark.parametrize("rule", ["adam", "gd", "adagrad", "rmsprop"])
+def test_steps_in_the_workspace_are_the_plans(rule: str) -> None:
+    a, theta = drawn(3)
+    plain, padded = Workspace(PLAN, padded=False), Workspace(PLAN, padded=True)
+    ends = []
+    for space in (plain, padded):
+        packed, target, step = space.pack(a), space.target(theta), optim.BY_NAME[rule](1e-3)
+        state = step.init(packed)
+        for count in range(1, 6):
+            packed, state = step.step(packed, space.residual_grad(packed, target, 3.0), state, count)
+        ends.append((space.unpack(packed), space.compose(packed)))
+    for ours, twin in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, twin)
+    assert not torch.allclose(ends[0][0], a)
