@@ -23,7 +23,7 @@ class Flower(Section):
 
     nodes: int = Field(2, ge=1, le=10**6, description="clients of the federation: partition-id 0 to nodes - 1")
     wait: float = Field(
-        600.0, gt=0, description="seconds to wait for all nodes at the start; then those that are there do"
+        600.0, gt=0, description="seconds to wait for all nodes at the start, and for those a round cannot do without"
     )
     deadline: float = Field(600.0, gt=0, description="seconds a round waits for replies")
     out: str = Field(

@@ -118,7 +118,7 @@ class Strategy:
         for attempt in range(self.participation.attempts):
             if attempt:
                 exchange.pause(RETRY)
-            self.greet(exchange)
+            self._await(exchange, attempt)
             replies, uploads, outcome = self._attempt(exchange, attempt, evaluate)
             refused += outcome.refused
             count = len(uploads) if self.side.algorithm.communicates else len(replies)
@@ -132,6 +132,15 @@ class Strategy:
                 break
         asked = replace(self.participation, quorum=self.needed)
         raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, refused)
+
+    def _await(self, exchange: Exchange, attempt: int) -> None:
+        """Wait for nodes where too few are there for the round: nobody trains in vain. After a while try all the same."""
+        end, seed = time.monotonic() + self.flower.wait, self.side.config.run.seed
+        chosen, _ = self.participation.draw(seed, self.round + 1, self.flower.nodes, attempt)
+        self.greet(exchange)
+        while len(self._present(exchange, chosen.tolist())) < min(self.needed, len(chosen)) and time.monotonic() < end:
+            exchange.pause(RETRY)
+            self.greet(exchange)
 
     def evaluate(self, exchange: Exchange) -> dict[int, Metrics]:
         """Let all clients that are there score their own model and the global one."""
