@@ -134,7 +134,7 @@ class Strategy:
         raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, refused)
 
     def _await(self, exchange: Exchange, attempt: int) -> None:
-        """Wait for nodes where too few are there for the round: nobody trains in vain. After a while try all the same."""
+        """Wait where too few nodes are there for the round: nobody trains in vain. After a while try all the same."""
         end, seed = time.monotonic() + self.flower.wait, self.side.config.run.seed
         chosen, _ = self.participation.draw(seed, self.round + 1, self.flower.nodes, attempt)
         self.greet(exchange)
