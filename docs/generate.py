@@ -43,7 +43,8 @@ def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
         arguments = [(x.metavar, x.help or "") for x in command.params if x.param_type_name == "argument"]
         options = [x.get_help_record(context) for x in command.params if x.param_type_name == "option" and not x.hidden]
         usage = " ".join([path, *(name for name, _ in arguments), "[OPTIONS]"])
-        rows = [(re.sub("<?(integer|int|float)>?$", "NUMBER", name, flags=re.I), help_) for name, help_ in options]
+        plain = [(name, help_.replace("\\[", "[")) for name, help_ in options]  # some versions of typer mark brackets
+        rows = [(re.sub("<?(integer|int|float)>?$", "NUMBER", name, flags=re.I), help_) for name, help_ in plain]
         yield f"\n## {path}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{_table('option', [*arguments, *rows])}"
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from tdpfed import display
 from tdpfed.cli import app

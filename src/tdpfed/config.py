@@ -244,7 +244,7 @@ def to_toml(config: Config) -> str:
     for section, values in config.model_dump().items():
         lines += [
             f"[{section}]",
-            *(f"{key} = {_toml(value)}" for key, value in values.items() if value is not None),
+            *(f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None),
             "",
         ]
     return "\n".join(lines)
@@ -311,12 +311,13 @@ def _override(values: dict[str, Any], text: str) -> None:
         table[name] = raw.strip()  # a bare word is a string
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML on one line."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        inner = ", ".join(f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     return json.dumps(value, ensure_ascii=False).replace(
         "\x7f", "\\u007f"
     )  # the one escape TOML wants and JSON does not

@@ -39,7 +39,7 @@ def build(
     shape, classes = _checked(
         name, entry.input_shape if input_shape is None else input_shape, entry.classes if classes is None else classes
     )
-    with _seeded(seed):
+    with seeded(seed):
         return entry.factory(shape, classes)
 
 
@@ -60,7 +60,7 @@ def from_spec(
     try:
         factory = attrgetter(attribute)(importlib.import_module(module))
         known = input_shape is not None and classes is not None
-        with _seeded(seed):
+        with seeded(seed):
             model = factory(tuple(input_shape or ()), classes) if known and _accepts_two(factory) else factory()
     except Exception as error:  # the user's own code may raise anything
         raise TDPFedError(f"model: {spec!r} failed ({type(error).__name__}: {error}). {rule}") from error
@@ -94,7 +94,7 @@ def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape
 
 
 @contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
+def seeded(seed: int | None) -> Iterator[None]:
     """Draw on the CPU from ``seed`` and put the generator back after; without a seed change nothing."""
     if seed is None:
         yield

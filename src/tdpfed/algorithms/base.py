@@ -74,6 +74,11 @@ class Algorithm(ABC):
         """The layout of each entry a message may have; None for plain values."""
         return {"w": self.layout}
 
+    @property
+    def uploaded(self) -> tuple[str, ...]:
+        """The entries of a client's upload."""
+        return tuple(self.layouts)
+
     def center(self, server: State) -> Tensor:
         """Return what a client that changed nothing would add to the average."""
         return server["w"]

@@ -18,6 +18,11 @@ class Local(FedAvg):
     name: ClassVar[str] = "local"
     communicates: ClassVar[bool] = False
 
+    @property
+    def uploaded(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """The server holds nothing."""
         del theta, generator

@@ -74,6 +74,11 @@ class TDPFed(Algorithm):
         """Factors travel, in ACT also the full tensor."""
         return {"factors": self.plan.factors, "theta": self.plan.dense}
 
+    @property
+    def uploaded(self) -> tuple[str, ...]:
+        """Clients send factors alone."""
+        return ("factors",)
+
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Draw factors whose composed entries vary as the initial parameters do."""
         a = self.plan.init(theta, generator)

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 import tdpfed
-from tdpfed.cli import runs, tools
+from tdpfed.cli import flower, runs, tools
 from tdpfed.cli.base import app
 from tdpfed.errors import CombinedError, TDPFedError
 
-__all__ = ["app", "main", "runs", "tools"]
+__all__ = ["app", "flower", "main", "runs", "tools"]
 
 
 def main() -> None:

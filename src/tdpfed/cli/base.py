@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
+
+# Help is plain text here; typer before 0.21, which Flower asks for, would put marks for rich into it all the same.
+typer.core.HAS_RICH = False
 
 app = typer.Typer(
     name="tdpfed", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,

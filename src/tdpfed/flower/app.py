@@ -1,0 +1,83 @@
+"""A new Flower app on disk: the template's files with a name and a configuration filled in."""
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.config import Checkpoint, Participation, Robust, Run, Section, Wire, toml_value
+from tdpfed.errors import TDPFedError
+from tdpfed.flower.settings import REFUSED, Flower
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
+LEFT_OUT = {key for key, _, _ in REFUSED} | {"run.runner", "run.chunk", "flower.secure_aggregation"}
+DEPLOYED: dict[str, Any] = {"run.rounds": 10, "run.evaluate_every": 5, "checkpoint.every": 1, "flower.nodes": 3}
+"""Where a new app differs from the defaults of a simulation: evaluations are messages, and rounds are precious."""
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
+    """Write a new app into a new or empty folder, whose name is its name; return its files."""
+    folder = folder.expanduser().resolve()
+    if not NAME.fullmatch(folder.name):
+        raise TDPFedError(
+            f"DIR: the folder's name {folder.name!r} is the app's, must be letters, digits and hyphens, "
+            "begin with a letter and have at most 32 characters"
+        )
+    package = folder.name.replace("-", "_").lower()
+    words = {"NAME": folder.name, "PACKAGE": package, "CONFIG": _config(tables or default_tables())}
+    source = resources.files("tdpfed.flower") / "template"
+    files = {".gitignore": "__pycache__/\n", f"{package}/__init__.py": f'"""The app {folder.name}."""\n'}
+    for name in ("pyproject.toml", "README.md", "task.py", "client_app.py", "server_app.py"):
+        text = (source / f"{name}.in").read_text(encoding="utf-8")
+        place = f"{package}/{name}" if name.endswith(".py") else name
+        files[place] = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text)
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise TDPFedError(f"DIR: {str(folder)!r} is already there and not empty; give a new or empty folder")
+        for place, text in files.items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            (folder / place).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TDPFedError(f"DIR: cannot write to {str(folder)!r} ({error.strerror})") from None
+    return [folder / place for place in files]
+
+
+def default_tables() -> dict[str, dict[str, Any]]:
+    """Return every key that a deployment has, with its value in a new app; each method has a table of its own."""
+    sections: dict[str, type[Section]] = {
+        "run": Run,
+        "participation": Participation,
+        "wire": Wire,
+        "robust": Robust,
+        "checkpoint": Checkpoint,
+    }
+    tables: dict[str, dict[str, Any]] = {"algorithm": {"name": "tdpfed"}}
+    for section, model in (sections | {"flower": Flower}).items():
+        keys = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
+        tables[section] = {
+            key: DEPLOYED.get(f"{section}.{key}", value)
+            for key, value in keys.items()
+            if value is not None and f"{section}.{key}" not in LEFT_OUT and not key.startswith("attack")
+        }
+    for name, algorithm in ALGORITHMS.items():
+        given = {item.name: item.default for item in algorithm.hyper_parameters() if item.default is not None}
+        tables[f"algorithms.{name}"] = given
+    return tables
+
+
+def _config(tables: Tables) -> str:
+    lines: list[str] = []
+    for section, values in tables.items():
+        lines.append(f"\n[tool.flwr.app.config.{section}]")
+        lines += [f"{key} = {_single(value)}" for key, value in values.items()]
+    return "\n".join(lines).lstrip()
+
+
+def _single(value: Any) -> str:
+    """Return a value as Flower takes it: lists and tables as text."""
+    return json.dumps(toml_value(value)) if isinstance(value, list | tuple | dict) else toml_value(value)

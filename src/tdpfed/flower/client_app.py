@@ -1,0 +1,42 @@
+"""The client half of an app: from Flower's message to the node's work and back. Thin, and light to import."""
+
+import time
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from tdpfed.flower import envelope
+from tdpfed.flower.node import Node
+from tdpfed.flower.task import Task
+
+
+def client_app(task: Task) -> ClientApp:
+    """Return the ClientApp of a task."""
+    app = ClientApp()
+
+    @app.query()
+    def hello(message: Message, context: Context) -> Message:
+        return envelope.reply(message, _node(task, context).hello(), None, {})
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        began, node = time.perf_counter(), _node(task, context)
+        upload, metrics = node.train(
+            envelope.fields_of(message), lambda limit: envelope.wire_of(message, limit, node.client)
+        )
+        metrics["seconds"] = time.perf_counter() - began
+        return envelope.reply(message, {}, upload, metrics)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        node = _node(task, context)
+        metrics = node.evaluate(
+            envelope.fields_of(message), lambda limit: envelope.wire_of(message, limit, node.client)
+        )
+        return envelope.reply(message, {}, None, metrics)
+
+    return app
+
+
+def _node(task: Task, context: Context) -> Node:
+    return Node(task, context.run_config, context.node_config)

@@ -1,0 +1,155 @@
+"""A federation on one machine: a SuperLink and SuperNodes as processes of their own, on loopback.
+
+TLS and node authentication are on unless ``insecure`` asks for none. Nothing that is started here phones home, looks
+for updates or installs anything.
+"""
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tdpfed.config import toml_value
+from tdpfed.errors import TDPFedError
+from tdpfed.flower.keys import make_keys
+from tdpfed.flower.processes import Processes
+
+LINK = "federation"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+}
+START = 60.0
+"""Seconds that the SuperLink may take to answer."""
+
+
+class LocalFederation:
+    """The processes of a federation below one folder; leaving the ``with`` block ends them all."""
+
+    def __init__(self, work: Path, nodes: int, insecure: bool = False) -> None:
+        self.work, self.nodes, self.insecure = work.resolve(), nodes, insecure
+        self.port = free_port()
+        self.processes = Processes(self.work / "logs")
+
+    def __enter__(self) -> "LocalFederation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.processes.stop()
+
+    @property
+    def keys(self) -> Path:
+        """Where certificates and node keys lie."""
+        return self.work / "keys"
+
+    @property
+    def address(self) -> str:
+        """Where the SuperLink listens."""
+        return f"127.0.0.1:{self.port}"
+
+    def prepare(self) -> None:
+        """Make keys, and the file by which Flower's commands find the SuperLink."""
+        if not self.insecure:
+            make_keys(self.keys, self.nodes)
+        home = self.work / "server" / "flwr"
+        home.mkdir(parents=True, exist_ok=True)
+        trust = "insecure = true" if self.insecure else f"root-certificates = {toml_value(str(self.keys / 'ca.pem'))}"
+        text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{self.address}"\n{trust}\n'
+        (home / "config.toml").write_text(text, encoding="utf-8")
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink, with its memory on disk, and wait until it answers."""
+        secure = [
+            "--ssl-ca-certfile", str(self.keys / "ca.pem"), "--ssl-certfile", str(self.keys / "server.pem"),
+            "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
+        ]  # fmt: skip
+        command = [
+            command_path("flower-superlink"), *(["--insecure"] if self.insecure else secure), "--host", "127.0.0.1",
+            "--port", str(self.port), "--database", str(self.work / "server" / "superlink.db"),
+        ]  # fmt: skip
+        process = self.processes.start("superlink", command, self.environment("server"))
+        end = time.monotonic() + START
+        while not self._answers():
+            if process.poll() is not None or time.monotonic() > end:
+                raise TDPFedError(f"SuperLink: did not start; its last words: {self._last_words('superlink')}")
+            time.sleep(0.2)
+
+    def register(self) -> None:
+        """Register the keys of all nodes with the SuperLink."""
+        commands = [
+            [command_path("flwr"), "supernode", "register", str(self.keys / f"node-{k}.pub"), LINK]
+            for k in range(0 if self.insecure else self.nodes)
+        ]
+        for command in commands:
+            done = subprocess.run(
+                command, env=self.environment("server"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                check=False,
+            )  # fmt: skip
+            if done.returncode:
+                raise TDPFedError(f"SuperLink: cannot register {command[3]!r}: {done.stdout} {done.stderr}")
+
+    def start_node(self, number: int, node_config: Mapping[str, Any], **changed: Path) -> None:
+        """Start the SuperNode of a client; ``key`` and ``ca`` may be other files than its own."""
+        key, authority = changed.get("key", self.keys / f"node-{number}.key"), changed.get("ca", self.keys / "ca.pem")
+        secure = ["--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
+        settings = {
+            "partition-id": number, "num-partitions": self.nodes,
+            "state-dir": str(self.work / f"node-{number}" / "state"), **node_config,
+        }  # fmt: skip
+        command = [
+            command_path("flower-supernode"), *(["--insecure"] if self.insecure else secure), "--superlink",
+            self.address, "--host", "127.0.0.1", "--port", str(free_port()), "--node-config",
+            " ".join(f"{name}={toml_value(value)}" for name, value in settings.items()),
+        ]  # fmt: skip
+        self.processes.start(f"node-{number}", command, self.environment(f"node-{number}"))
+
+    def submit(self, app: Path, overrides: str = "") -> "subprocess.Popen[bytes]":
+        """Start the app; the process that is returned shows its log, and ends with it."""
+        given = ["--run-config", overrides] if overrides else []
+        command = [command_path("flwr"), "run", str(app), LINK, "--stream", *given]
+        return self.processes.start("run", command, self.environment("server"))
+
+    def environment(self, place: str) -> dict[str, str]:
+        """Return the environment of a process: no telemetry, a Flower folder of its own, our commands first."""
+        bin_ = str(Path(sys.executable).parent)
+        return {
+            **os.environ, **QUIET, "FLWR_HOME": str(self.work / place / "flwr"),
+            "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}",
+        }  # fmt: skip
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=2) as plain:
+                if not self.insecure:
+                    context = ssl.create_default_context(cafile=str(self.keys / "ca.pem"))
+                    context.wrap_socket(plain, server_hostname="localhost").close()
+            return True
+        except OSError:
+            return False
+
+    def _last_words(self, name: str) -> str:
+        return " ".join(self.processes.log(name).split()[-60:]) or "none"
+
+
+def command_path(name: str) -> str:
+    """Return where a command of Flower's lies: beside this Python, or on the path."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise TDPFedError(f"{name}: not found; install Flower with pip install 'tdpfed[flower]'")
+    return found
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

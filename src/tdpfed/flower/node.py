@@ -1,0 +1,219 @@
+"""What a node does with a message: introduce itself, train a round, evaluate. No Flower here, only bytes and values.
+
+Every message starts a process of its own, so nothing heavy is imported that one round does not need: gradients are
+plain autograd, the same numbers without ``torch.func``, whose first use costs more than a round of a small model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tdpfed
+from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
+from tdpfed.config import Config
+from tdpfed.engine.sampling import Stream, batch_indices, key
+from tdpfed.errors import TDPFedError
+from tdpfed.experiment import SMALL
+from tdpfed.flower.private import PrivateStore, state_folder
+from tdpfed.flower.settings import read_settings
+from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
+from tdpfed.objective import Batch, Objective
+from tdpfed.wire import Expected, Layouts, decode, encode, encoded_size, validate
+
+AT_ONCE = 1024
+"""Samples in one forward pass of an evaluation."""
+
+Metrics = dict[str, float]
+Fields = Mapping[str, Any]
+Wire = Callable[[int], bytes]
+"""From the most bytes that a message may have to its bytes."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What server and nodes both make of the configuration: the same start on every machine."""
+
+    config: Config
+    objective: Objective
+    algorithm: Algorithm
+    server: State  # before round 1
+    start: Tensor  # (P,) the model both sides know before round 1
+
+    @classmethod
+    def of(cls, task: Task, config: Config, device: torch.device) -> "Side":
+        """Build model and algorithm, and the state before round 1."""
+        objective = objective_of(task, config.run.seed)
+        objective.model.to(device)
+        algorithm = config.make_algorithm().bind(objective.layout)
+        theta = objective.initial()
+        generator = torch.Generator().manual_seed(int(key(config.run.seed, Stream.INIT)))
+        server = algorithm.init(theta, generator)
+        shipped = algorithm.global_model(server)
+        return cls(config, objective, algorithm, server, theta if shipped is None else shipped)
+
+    def turn(self, round_: int, client: int) -> Turn:
+        """Return the place of a client's draws."""
+        return Turn(self.config.run.seed, round_, torch.tensor(client, device=self.start.device))
+
+    def broadcast(self, server: State, round_: int, client: int) -> State:
+        """Return what goes down to a client that is to train."""
+        return self.algorithm.broadcast(server, self.turn(round_, client))
+
+    def shipped(self, server: State) -> tuple[State, Layouts]:
+        """Return what goes down to clients that are to evaluate: the server's state where it may travel."""
+        layouts = self.algorithm.layouts
+        if server.keys() <= layouts.keys():
+            return server, {name: layouts[name] for name in server}
+        shipped = self.algorithm.global_model(server)
+        assert shipped is not None
+        return {"w": shipped}, {"w": self.algorithm.layout}
+
+    def expected(self, state: State, layouts: Layouts, round_: int, client: int) -> tuple[Expected, int]:
+        """Return what a client expects where ``state`` was sent, and how many bytes that has."""
+        lengths = {name: value.shape[-1] for name, value in state.items()}
+        size = encoded_size(lengths, layouts, "float32", kind="down", round_=round_, client=client, samples=0)
+        return Expected(
+            kind="down", round=round_, lengths=lengths, layouts=layouts, codec="float32", clients={client}
+        ), size
+
+
+class Node:
+    """A client on its machine, for one message."""
+
+    def __init__(self, task: Task, run_config: Fields, node_config: Fields) -> None:
+        self.task, self.node_config = task, node_config
+        self.config, self.flower = read_settings(run_config)
+        self.client = client_id(node_config, self.flower.nodes)
+        self.device = self.config.device()
+
+    @cached_property
+    def side(self) -> Side:
+        """The common start; and as many threads as the model can use."""
+        made = Side.of(self.task, self.config, self.device)
+        threads = self.config.run.threads
+        if threads != "auto" or made.objective.layout.size <= SMALL:
+            torch.set_num_threads(1 if threads == "auto" else threads)
+        return made
+
+    @cached_property
+    def data(self) -> NodeData:
+        """The node's own samples."""
+        return data_of(self.task, self.node_config, self.device)
+
+    def hello(self) -> dict[str, int | str]:
+        """Say who this is: the server fixes the number of samples for the run."""
+        self._check_model()
+        return {
+            "client": self.client,
+            "samples": len(self.data.x),
+            "tests": len(self.data.x_test),
+            "model": self.side.objective.layout.hash,
+            "version": tdpfed.__version__,
+        }
+
+    def _check_model(self) -> None:
+        """Try the model on two samples, so that what does not fit is told before any round."""
+        data, objective = self.data, self.side.objective
+        try:
+            outputs = objective.outputs(self.side.start, data.x[:2])
+        except Exception as error:  # the user's own code may raise anything
+            raise TDPFedError(f"task.model: cannot take inputs of shape {tuple(data.x.shape[1:])} ({error})") from error
+        if objective.loss is not torch.nn.functional.cross_entropy:
+            return
+        labels = torch.cat([data.y, data.y_test])
+        if (
+            labels.is_floating_point()
+            or outputs.ndim != 2
+            or not 0 <= int(labels.min()) <= int(labels.max()) < (outputs.shape[1])
+        ):
+            raise TDPFedError(
+                f"task.load: labels from {labels.min()} to {labels.max()} with outputs of shape {tuple(outputs.shape)} "
+                "for two samples, must be class numbers below the number of outputs"
+            )
+
+    def train(self, fields: Fields, wire: Wire) -> tuple[bytes | None, Metrics]:
+        """Train a round: write the new private state, return the upload and metrics."""
+        round_, session, settled = (_count(fields, name) for name in ("round", "session", "settled"))
+        side, algorithm = self.side, self.side.algorithm
+        turn = side.turn(round_, self.client)
+        message: State = {}
+        if algorithm.communicates:
+            sent = side.broadcast(side.server, round_, self.client)
+            message = self._received(wire, sent, {name: algorithm.layouts[name] for name in sent}, round_)
+        store = PrivateStore(state_folder(self.node_config, fields.get("run"), self.client))
+        kept = store.before(round_, session)
+        private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
+        private, upload, metrics = algorithm.update(message, private, self._batches(turn), self._gradient, turn)
+        if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
+            rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
+            raise TDPFedError(f"round {round_}: loss or parameters are not finite; lower the learning rates ({rates})")
+        store.save(round_, session, private, settled)
+        found: Metrics = {"loss": float(metrics["loss"])}
+        if fields.get("evaluate"):
+            found |= self._score("local", algorithm.local_model(private, upload))
+        if not fields.get("report") or not algorithm.communicates:
+            return None, found
+        return encode(
+            upload, {name: algorithm.layouts[name] for name in upload}, kind="up", round_=round_, client=self.client,
+            samples=len(self.data.x), codec=self.config.wire.codec, seed=self.config.run.seed,
+        ), found  # fmt: skip
+
+    def evaluate(self, fields: Fields, wire: Wire) -> Metrics:
+        """Score this client's personalised model and the global one on its own test samples."""
+        round_, side = _count(fields, "round"), self.side
+        store = PrivateStore(state_folder(self.node_config, fields.get("run"), self.client))
+        kept = store.upto(round_)
+        private = side.algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
+        found = self._score("personalized", side.algorithm.personalized(private))
+        if side.algorithm.global_model(side.server) is not None:
+            state = self._received(wire, *side.shipped(side.server), round_)
+            shipped = side.algorithm.global_model(state)
+            assert shipped is not None
+            found |= self._score("global", shipped)
+        return found
+
+    def _received(self, wire: Wire, sent: State, layouts: Layouts, round_: int) -> State:
+        """Return what came down, which must have the form of ``sent``."""
+        expected, size = self.side.expected(sent, layouts, round_, self.client)
+        return _on(validate(decode(wire(size), size), expected), self.device)
+
+    def _batches(self, turn: Turn) -> Batches:
+        """Return the minibatches of a turn: the simulator's draws on this node's own samples."""
+        data, algorithm = self.data, self.side.algorithm
+        first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
+        drawn = batch_indices(
+            turn.seed, turn.round, turn.clients[None], first, size, algorithm.draws, algorithm.batch_size
+        )
+        return lambda step: (data.x[drawn[0, step]], data.y[drawn[0, step]])
+
+    def _gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        leaf = theta.detach().requires_grad_()
+        loss = self.side.objective.value(leaf, *batch)
+        return torch.autograd.grad(loss, leaf)[0], loss.detach()
+
+    def _score(self, name: str, theta: Tensor) -> Metrics:
+        """Return right answers and summed loss on the test samples."""
+        objective, right, lost = self.side.objective, 0, 0.0
+        with torch.no_grad():
+            pairs = zip(self.data.x_test.split(AT_ONCE), self.data.y_test.split(AT_ONCE), strict=True)
+            for x, y in pairs if len(self.data.y_test) else ():
+                outputs = objective.outputs(theta, x)
+                right += int((outputs.argmax(-1) == y).sum())
+                lost += float(objective.loss(outputs, y).double()) * len(y)
+        return {f"{name}_correct": right, f"{name}_loss": lost}
+
+
+def _count(fields: Fields, name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise TDPFedError(f"{name}: {value!r} in a message, must be a whole number of at least 0")
+    return value
+
+
+def _on(state: State, device: torch.device) -> State:
+    """Return copies: what torch allocates is aligned, on which the last bit of a product may depend."""
+    return {name: value.to(device, copy=True) for name, value in state.items()}

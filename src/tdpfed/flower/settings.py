@@ -1,0 +1,129 @@
+"""From Flower's run configuration to ours: the keys of a simulation's TOML, and a section for deployments alone.
+
+Flower keeps a flat dict of single values, ``{"run.rounds": 3}``; lists and tables are given as text, ``'["a", "b"]'``.
+What a simulation can be asked for but a deployment cannot keep is refused here, with the reason.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from tdpfed.aggregate import Rule
+from tdpfed.checked import checked
+from tdpfed.config import Config, Data, Section, parse_config
+from tdpfed.engine.checks import check_settings
+from tdpfed.engine.participation import Participation
+from tdpfed.errors import TDPFedError, raise_all
+
+
+class Flower(Section):
+    """What only a deployment has."""
+
+    nodes: int = Field(2, ge=1, le=10**6, description="clients of the federation: partition-id 0 to nodes - 1")
+    wait: float = Field(
+        600.0, gt=0, description="seconds to wait for all nodes at the start, and for those a round cannot do without"
+    )
+    deadline: float = Field(600.0, gt=0, description="seconds a round waits for replies")
+    out: str = Field(
+        "runs/flower", min_length=1, description="run folder on the server; one that was begun is gone on with"
+    )
+    insecure: bool = Field(False, description="the federation has no TLS and no node authentication: for trials")
+    secure_aggregation: bool = Field(False, description="not available: says why")
+
+
+NEEDS_TASK = "comes from the app's task.py in a deployment, must be left out"
+
+REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("participation.dropout", 0.0, "0: real nodes are lost by themselves"),
+    ("robust.attack", None, "left out: attackers are for simulation"),
+    ("run.precision", "float32", "'float32': nodes compute in it"),
+    ("run.diagnostics_every", 0, "0: the server does not see what they are made of"),
+    ("privacy.clip", None, "left out: every node knows the seed, and with it the noise"),
+    ("privacy.noise", None, "left out: every node knows the seed, and with it the noise"),
+)
+
+
+def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
+    """Return the checked configuration of a deployment."""
+    values: dict[str, Any] = {}
+    for key, value in run_config.items():
+        _put(values, key, value)
+    errors: list[TDPFedError] = []
+    flower = checked(Flower, values.pop("flower", {}), "flower", errors)
+    raise_all(errors)
+    assert flower is not None
+    for section in ("data", "model"):
+        for key in values.get(section, {}):
+            if key != "name":
+                raise TDPFedError(f"{section}.{key}: {values[section][key]!r} given, {NEEDS_TASK}")
+    values["data"] = {"name": "own data", **values.get("data", {})}
+    values["model"] = {"name": "own model", **values.get("model", {})}
+    config = parse_config(values)
+    for key, allowed, why in REFUSED:
+        section, _, name = key.partition(".")
+        given = getattr(getattr(config, section), name)
+        if given != allowed:
+            raise TDPFedError(f"{key}: {given!r} given, must be {why}")
+    _refuse_secure_aggregation(config, flower)
+    participation = Participation(**config.participation.model_dump())
+    check_settings(config.run.seed, "loop", None, "float32", participation, rule_of(config), flower.nodes)
+    return config, flower
+
+
+def rule_of(config: Config) -> Rule:
+    """Return how the server averages."""
+    given = config.robust.model_dump()
+    return Rule(**{key: value for key, value in given.items() if not key.startswith("attack")})
+
+
+def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
+    """Return settings as tables of Flower's run configuration; ``read_settings`` of it gives them back."""
+    values = config.model_dump(exclude={"data": set(Data.model_fields) - {"name"}})
+    given = {**values, "flower": flower.model_dump()}
+    return {section: {k: v for k, v in table.items() if v is not None} for section, table in given.items()}
+
+
+def flat(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested tables as Flower's flat dict."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return found
+
+
+def _refuse_secure_aggregation(config: Config, flower: Flower) -> None:
+    if not flower.secure_aggregation:
+        return
+    rule, method = rule_of(config), config.algorithm
+    if rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
+        why = "robust rules look at each client's upload, and under secure aggregation the server sees only the sum"
+    elif method.get("aggregation") == "act":
+        why = "ACT composes each client's tensor, and under secure aggregation the server sees only the sum of factors"
+    elif method["name"] in ("fedavg_sar", "local"):
+        why = f"{method['name']!r} has no common vector that could be summed under masks"
+    else:
+        why = (
+            "the average would fit, but Flower's SecAgg+ works only with its older client and strategy interface, "
+            "takes the weights that clients declare and bypasses the gate"
+        )
+    raise TDPFedError(f"flower.secure_aggregation: True given, must be False: {why} (docs/deployment.md)")
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables; text that begins like a list or table is read as one."""
+    *sections, name = key.split(".")
+    if not sections:
+        raise TDPFedError(f"configuration: {key!r} given, must be section.key, as in run.rounds")
+    table = values
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise TDPFedError(f"configuration: {key!r} goes below a single value, must be section.key")
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        try:
+            value = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError as error:
+            raise TDPFedError(f"{key}: {value!r} given, must be a list or table in TOML ({error})") from None
+    table[name] = value

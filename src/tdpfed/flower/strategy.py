@@ -1,0 +1,282 @@
+"""The server's side of a federation: who is in it, and how a round goes, from any round on.
+
+Aggregation is ``Algorithm.aggregate`` with the average of ``[robust]``, weights are the numbers of samples that nodes
+gave when they first came, and every reply passes the gate of :mod:`tdpfed.wire` before any arithmetic.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import Message
+
+from tdpfed.aggregate import average_for
+from tdpfed.algorithms.base import State, Turn
+from tdpfed.engine.checks import below_quorum
+from tdpfed.engine.participation import Participation
+from tdpfed.engine.records import Ledger
+from tdpfed.engine.uplink import Uplink, accepted
+from tdpfed.errors import TDPFedError
+from tdpfed.flower import envelope
+from tdpfed.flower.exchange import Exchange
+from tdpfed.flower.node import Metrics, Side
+from tdpfed.flower.settings import Flower, rule_of
+from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
+
+RETRY = 3.0
+"""Seconds between looks for nodes that are missing."""
+
+SLACK = 64
+"""Bytes by which a header with wrong numbers may be longer than the right one: it is refused for the numbers."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client as it was when it first came; what it says later does not change that."""
+
+    node: int
+    samples: int
+    tests: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round came to."""
+
+    metrics: dict[int, Metrics]  # of each client that replied
+    lost: dict[int, str]  # and why the others did not
+    refused: list[Rejected]
+    uplink: int  # bytes of this round's uploads
+
+
+class Strategy:
+    """A federation in progress: the server's state, its members, and what advances it by a round."""
+
+    def __init__(self, side: Side, flower: Flower, run: str, session: int, tell: Callable[[str], None]) -> None:
+        self.side, self.flower, self.run, self.session, self.tell = side, flower, run, session, tell
+        self.server: State = side.server
+        self.round, self.settled = 0, 0
+        self.members: dict[int, Member] = {}
+        self.ledger = Ledger()
+        config = side.config
+        self.participation = Participation(**config.participation.model_dump())
+        self.needed = max(1, self.participation.quorum)
+        self.uplink = Uplink(side.algorithm, flower.nodes, config.run.seed, config.wire.codec, rule_of(config), None)
+        self._turned_away: set[int] = set()
+
+    def gather(self, exchange: Exchange) -> None:
+        """Wait until all clients have come; when the time is up, as many as a round needs will do."""
+        end = time.monotonic() + self.flower.wait
+        self.greet(exchange)
+        while len(self.members) < self.flower.nodes and time.monotonic() < end:
+            exchange.pause(RETRY / 3)
+            self.greet(exchange)
+        if len(self.members) < self.needed:
+            raise TDPFedError(
+                f"flower.nodes: {len(self.members)} of {self.flower.nodes} clients came within "
+                f"{self.flower.wait:g} seconds, at least {self.needed} must"
+            )
+
+    def greet(self, exchange: Exchange) -> None:
+        """Ask nodes that have not been met who they are."""
+        online = exchange.online()
+        self._turned_away &= online  # one that was restarted may try again
+        known = {member.node for member in self.members.values()} | self._turned_away
+        new = {node: self._request("query", node, {}, None) for node in online - known}
+        for node, answer in exchange.ask(new, self.flower.deadline):
+            try:
+                self._admit(node, answer, online)
+            except TDPFedError as error:
+                self._turned_away.add(node)
+                self.tell(f"node {node} is turned away: {error}")
+
+    def _admit(self, node: int, answer: Message | str, online: set[int]) -> None:
+        if isinstance(answer, str):
+            raise TDPFedError(answer)
+        fields = envelope.fields_of(answer)
+        numbers = [fields.get(name) for name in ("client", "samples", "tests")]
+        client, samples, tests = (value if type(value) is int else -1 for value in numbers)
+        if not 0 <= client < self.flower.nodes or not 0 < samples < 2**40 or not 0 <= tests < 2**40:
+            raise TDPFedError(f"client, samples, tests: {numbers} given, must be whole numbers in their range")
+        model = self.side.objective.layout.hash
+        if fields.get("model") != model:
+            given = str(fields.get("model"))[:64]
+            raise TDPFedError(f"model: layout {given!r} given, must be {model!r} as the server's task.py has it")
+        before = self.members.get(client)
+        moved = before is not None and self.flower.insecure and before.node not in online
+        if before is not None and (not moved or (before.samples, before.tests) != (samples, tests)):
+            raise TDPFedError(f"partition-id: {client} given, which node {before.node} has already")
+        self.members[client] = Member(node, samples, tests)
+        self.tell(f"client {client} is node {node}, with {samples} samples")
+
+    def step(self, exchange: Exchange, evaluate: bool) -> Outcome:
+        """Run one round; it counts when enough uploads were accepted, and is repeated or stops the run otherwise."""
+        refused: list[Rejected] = []
+        uploads: dict[int, State] = {}
+        for attempt in range(self.participation.attempts):
+            if attempt:
+                exchange.pause(RETRY)
+            self._await(exchange, attempt)
+            replies, uploads, outcome = self._attempt(exchange, attempt, evaluate)
+            refused += outcome.refused
+            count = len(uploads) if self.side.algorithm.communicates else len(replies)
+            if count >= self.needed and self.uplink.rule.enough(count):
+                self._aggregate(uploads)
+                self.round += 1
+                return replace(outcome, refused=refused)
+            for client, reason in outcome.lost.items():
+                self.tell(f"round {self.round + 1}: client {client}: {reason}")
+            if self.participation.below_quorum == "stop":
+                break
+        asked = replace(self.participation, quorum=self.needed)
+        raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, refused)
+
+    def _await(self, exchange: Exchange, attempt: int) -> None:
+        """Wait where too few nodes are there for the round: nobody trains in vain. After a while try all the same."""
+        end, seed = time.monotonic() + self.flower.wait, self.side.config.run.seed
+        chosen, _ = self.participation.draw(seed, self.round + 1, self.flower.nodes, attempt)
+        self.greet(exchange)
+        while len(self._present(exchange, chosen.tolist())) < min(self.needed, len(chosen)) and time.monotonic() < end:
+            exchange.pause(RETRY)
+            self.greet(exchange)
+
+    def evaluate(self, exchange: Exchange) -> dict[int, Metrics]:
+        """Let all clients that are there score their own model and the global one."""
+        state, layouts = ({}, {}) if self.side.algorithm.global_model(self.server) is None else self._shipped()
+        messages = {
+            client: self._request("evaluate", member.node, {"round": self.round}, self._down(state, layouts, client))
+            for client, member in self._present(exchange, self.members).items()
+        }
+        answers = exchange.ask(messages, self.flower.deadline)
+        return {client: self._metrics(client, answer) for client, answer in answers if not isinstance(answer, str)}
+
+    def _attempt(
+        self, exchange: Exchange, attempt: int, evaluate: bool
+    ) -> tuple[dict[int, Metrics], dict[int, State], Outcome]:
+        """Try a round: return the metrics of those who replied, and the uploads that were accepted."""
+        number = self.round + 1
+        chosen, trained = self.participation.draw(self.side.config.run.seed, number, self.flower.nodes, attempt)
+        reporting = set(chosen.tolist())
+        messages = {}
+        for client, member in self._present(exchange, trained.tolist()).items():
+            state = self.side.broadcast(self.server, number, client)
+            fields = {
+                "round": number, "settled": self.settled, "evaluate": evaluate, "report": client in reporting,
+            }  # fmt: skip
+            wire = self._down(state, {name: self.side.algorithm.layouts[name] for name in state}, client, number)
+            self.ledger.downlink += len(wire or b"")
+            messages[client] = self._request("train", member.node, fields, wire)
+        self.ledger.client_rounds += len(messages)
+        metrics: dict[int, Metrics] = {}
+        uploads: dict[int, State] = {}
+        lost = {client: "not there" for client in trained.tolist() if client not in messages}
+        refused: list[Rejected] = []
+        before = self.ledger.uplink
+        for client, answer in exchange.ask(messages, self.flower.deadline):
+            if isinstance(answer, str):
+                lost[client] = answer
+                continue
+            try:
+                if client in reporting and self.side.algorithm.communicates:
+                    uploads[client] = self._accept(client, answer, uploads)
+                metrics[client] = self._metrics(client, answer)
+            except Rejected as refusal:
+                refused.append(_of(client, refusal))
+        refused += self._outside_gauge(uploads)
+        self.ledger.rejected += len(refused)
+        return metrics, uploads, Outcome(metrics, lost, refused, self.ledger.uplink - before)
+
+    def _accept(self, client: int, answer: Message, seen: Mapping[int, State]) -> State:
+        """Return the upload in a reply, if the gate lets it through."""
+        number, member, algorithm = self.round + 1, self.members[client], self.side.algorithm
+        self.ledger.uplink += envelope.wire_size(answer)
+        self.ledger.uploads += 1
+        if answer.metadata.src_node_id != member.node:
+            raise Rejected("client", f"from node {answer.metadata.src_node_id}", client=client)
+        sent = self.side.broadcast(self.server, number, client)
+        lengths = {name: sent[name].shape[-1] for name in algorithm.uploaded}
+        layouts: Layouts = {name: algorithm.layouts[name] for name in algorithm.uploaded}
+        codec, samples = self.uplink.codec, {client: member.samples}
+        limit = encoded_size(lengths, layouts, codec, kind="up", round_=number, client=client, samples=member.samples)
+        limit += SLACK
+        message = decode(envelope.wire_of(answer, limit, client), limit)
+        expected = Expected(
+            kind="up", round=number, lengths=lengths, layouts=layouts, codec=codec, clients={client}, seen=seen,
+            samples=samples,
+        )  # fmt: skip
+        return validate(message, expected)
+
+    def _outside_gauge(self, uploads: dict[int, State]) -> list[Rejected]:
+        """Take uploads out that the gauge refuses, and return the refusals."""
+        if not uploads:
+            return []
+        together, turn = self._together(uploads)
+        refused = self.uplink.refusals(together, self.server, turn)
+        for client, kept in zip(turn.clients.tolist(), accepted(turn, refused).tolist(), strict=True):
+            if not kept:
+                del uploads[client]
+        return refused
+
+    def _aggregate(self, uploads: dict[int, State]) -> None:
+        algorithm = self.side.algorithm
+        if not uploads:
+            return
+        together, turn = self._together(uploads)
+        samples = torch.tensor([self.members[client].samples for client in turn.clients.tolist()]).double()
+        weights = samples if algorithm.weights == "samples" else torch.ones_like(samples)
+        average = average_for(self.uplink.rule, algorithm.center(self.server))
+        self.server = algorithm.aggregate(self.server, together, weights, turn, average)
+
+    def _together(self, uploads: Mapping[int, State]) -> tuple[State, Turn]:
+        """Return uploads with a client axis, in the order of the clients and not in that of their arrival."""
+        clients = sorted(uploads)
+        names = uploads[clients[0]]
+        state = {name: torch.stack([uploads[client][name] for client in clients]) for name in names}
+        return state, Turn(self.side.config.run.seed, self.round + 1, torch.tensor(clients))
+
+    def _metrics(self, client: int, answer: Message) -> Metrics:
+        """Return a client's metrics; right answers are at most its test samples."""
+        found, most = envelope.metrics_of(answer), self.members[client].tests
+        return {k: min(max(v, 0), most) if k.endswith("_correct") else v for k, v in found.items()}
+
+    def _present(self, exchange: Exchange, clients: Any) -> dict[int, Member]:
+        online = exchange.online()
+        return {k: self.members[k] for k in clients if k in self.members and self.members[k].node in online}
+
+    def _shipped(self) -> tuple[State, Layouts]:
+        return self.side.shipped(self.server)
+
+    def _down(self, state: State, layouts: Layouts, client: int, number: int | None = None) -> bytes | None:
+        if not state or not self.side.algorithm.communicates:
+            return None
+        return encode(
+            state, layouts, kind="down", round_=self.round if number is None else number, client=client, samples=0,
+            codec="float32", seed=self.side.config.run.seed,
+        )  # fmt: skip
+
+    def _request(self, kind: str, node: int, fields: Mapping[str, envelope.Plain], wire: bytes | None) -> Message:
+        told = {"run": self.run, "session": self.session, **fields}
+        return envelope.request(kind, node, told, wire, self.flower.deadline)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a restarted server needs beside the tensors, as plain values."""
+        members = {str(client): asdict(member) for client, member in sorted(self.members.items())}
+        return {"members": members, "ledger": asdict(self.ledger)}
+
+    def restore(self, round_: int, server: State, meta: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        shapes = [{name: value.shape for name, value in state.items()} for state in (server, self.server)]
+        if shapes[0] != shapes[1]:
+            raise TDPFedError(f"checkpoint: server state {shapes[0]} saved, must be {shapes[1]} as in this run")
+        self.server = {name: value.clone() for name, value in server.items()}
+        self.members = {int(client): Member(**member) for client, member in meta["members"].items()}
+        self.ledger, self.round, self.settled = Ledger(**meta["ledger"]), round_, round_
+
+
+def _of(client: int, refusal: Rejected) -> Rejected:
+    """Return a refusal with the client that Flower says has sent the message, whatever the message says."""
+    if refusal.client == client:
+        return refusal
+    return Rejected(refusal.rule, str(refusal).partition(": ")[2], client=client, tensor=refusal.tensor)

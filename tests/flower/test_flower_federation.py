@@ -1,0 +1,353 @@
+"""Real federations: a SuperLink and SuperNodes as processes, with TLS and node authentication, and what goes wrong.
+
+The first tests run with all others; those marked slow take minutes: ``python -m pytest -m slow tests/flower``.
+"""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
+if not Path("/proc").is_dir():
+    pytest.skip("processes are looked up in /proc", allow_module_level=True)
+
+import torch
+from fake import DigitsTask, FakeGrid, run_config
+from safetensors.torch import load_file
+
+from tdpfed.config import Config, load_config
+from tdpfed.experiment import prepare
+from tdpfed.flower.app import init_app
+from tdpfed.flower.demo import Demo, deal
+from tdpfed.flower.envelope import ENVELOPE, REQUESTS
+from tdpfed.flower.federation import LocalFederation, free_port
+from tdpfed.flower.keys import make_keys
+from tdpfed.flower.private import PrivateStore
+from tdpfed.flower.server_app import run_server
+from tdpfed.flower.settings import Flower, as_run_config
+
+COMMAND = [sys.executable, "-c", "from tdpfed.cli import main; main()", "flower", "demo"]
+PATIENCE = 400.0
+
+
+def left_over(folder: Path) -> list[str]:
+    """Return the command lines of processes that were started for a folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={folder}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def until(holds: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
+    end = time.monotonic() + patience
+    while not holds():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.2)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def difference(one: Path, wanted: dict[str, torch.Tensor]) -> float:
+    made = load_file(one)
+    return max(float((made[name] - value).abs().max()) for name, value in wanted.items())
+
+
+class Trial:
+    """An app on the digits and a federation to run it on, both below one folder."""
+
+    def __init__(self, work: Path, nodes: int, *overrides: str, **flower: Any) -> None:
+        self.demo = Demo(work, nodes, overrides=overrides)
+        self.config: Config = load_config("digits", self.demo.settings)
+        deal(self.config, self.demo)
+        given = {"nodes": nodes, "out": str(work / "run"), "deadline": 60.0, "wait": 300.0, **flower}
+        self.flower = Flower(**given)
+        init_app(work / "app", as_run_config(self.config, self.flower))
+        self.federation, self.run = LocalFederation(work, nodes), work / "run"
+        self.federation.prepare()
+
+    def start(self, **extra: Any) -> None:
+        self.federation.start_superlink()
+        self.federation.register()
+        for number in range(self.demo.nodes):
+            self.start_node(number, **extra.get(f"node_{number}", {}))
+
+    def start_node(self, number: int, **extra: Any) -> None:
+        data = str(self.demo.work / f"node-{number}" / "data.npz")
+        self.federation.start_node(number, {"data": data, **extra})
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return lines(self.run / "rounds.jsonl")
+
+    def finish(self, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+        process.wait(PATIENCE)
+        log = self.federation.processes.log("run")
+        assert (self.run / "summary.json").exists(), log
+        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        assert summary["status"] == "finished", (summary["error"], log)
+        return summary
+
+    def state(self, number: int) -> PrivateStore:
+        (folder,) = (self.demo.work / f"node-{number}" / "state").glob(f"*/client-{number}")
+        return PrivateStore(folder)
+
+    def equals_simulation(self) -> None:
+        simulation = prepare(self.config)
+        for _ in range(self.config.run.rounds):
+            simulation.step()
+        shipped = simulation.global_model()
+        assert shipped is not None
+        assert difference(self.run / "global.safetensors", simulation.objective.state_dict(shipped)) <= 1e-6
+        for number in range(self.demo.nodes):
+            kept = self.state(number).upto(10**6)
+            assert kept is not None
+            assert float((kept["theta"] - simulation.private["theta"][number]).abs().max()) <= 1e-6
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "federation"
+    yield folder
+    assert left_over(folder) == []
+
+
+def demo(work: Path, *arguments: str) -> dict[str, Any]:
+    """Run the command to its end."""
+    done = subprocess.run(
+        [*COMMAND, "--out", str(work), "--json", *arguments], capture_output=True, text=True, check=False,
+        timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return summary
+
+
+def check_demo(work: Path, algorithm: str, nodes: int, rounds: int) -> None:
+    summary = demo(work, "--algorithm", algorithm, "--nodes", str(nodes), "--rounds", str(rounds))
+    simulation = prepare(load_config("digits", Demo(work, nodes, rounds, algorithm).settings))
+    for _ in range(rounds):
+        simulation.step()
+    shipped, record = simulation.global_model(), simulation.record(0.0)
+    assert shipped is not None
+    assert difference(work / "run" / "global.safetensors", simulation.objective.state_dict(shipped)) <= 1e-6
+    assert summary["personalized_accuracy"] == pytest.approx(record.personalized_accuracy)
+    assert summary["uplink_bytes"] == simulation.ledger.uplink
+    with sqlite3.connect(work / "server" / "superlink.db") as database:
+        ((received,),) = database.execute("SELECT bytes_recv FROM run").fetchall()
+    # What the SuperLink itself counted: uploads, and the replies of first contact and evaluation.
+    replies = simulation.ledger.uploads + 2 * nodes
+    wanted = simulation.ledger.uplink + replies * (ENVELOPE + REQUESTS)
+    assert abs(received - wanted) <= 0.02 * simulation.ledger.uplink
+    assert left_over(work) == []
+
+
+def test_the_demo_is_the_simulation(work: Path) -> None:
+    check_demo(work, "tdpfed", nodes=2, rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["tdpfed", "fedavg", "pfedme"])
+def test_a_longer_demo_is_the_simulation(work: Path, algorithm: str) -> None:
+    check_demo(work, algorithm, nodes=3, rounds=3)
+
+
+TAMPERING = '''
+from flwr.app import Array, ArrayRecord
+from tdpfed.flower import client_app
+from app import task
+
+app = client_app(task)
+honest = app.__call__
+
+
+def tampered(message, context):
+    """What a hostile node sends: NaN, another shape, far too much; a round each."""
+    reply = honest(message, context)
+    if not context.node_config.get("bad") or message.metadata.message_type != "train":
+        return reply
+    import hashlib, json, torch
+    from tdpfed.layout import Layout
+    from tdpfed.wire import encode
+
+    round_, data = int(message.metadata.group_id), bytearray(reply.content["wire"]["wire"].data)
+    if round_ == 1:
+        end = 9 + int.from_bytes(data[5:9], "little")
+        data[-4:] = torch.tensor([float("nan")]).numpy().tobytes()
+        header = json.loads(bytes(data[9:end]))
+        blank = json.dumps({**header, "sha256": ""}, separators=(",", ":")).encode()
+        header["sha256"] = hashlib.sha256(blank + bytes(data[end:])).hexdigest()
+        data[9:end] = json.dumps(header, separators=(",", ":")).encode()
+    elif round_ == 2:
+        layout = Layout.of({"w": torch.zeros(3, 4)})
+        data = encode({"factors": torch.ones(12)}, {"factors": layout}, kind="up", round_=2, client=2, samples=391,
+                      codec="float32", seed=0)
+    else:
+        data = bytes(60_000_000)
+    reply.content["wire"] = ArrayRecord({"wire": Array("uint8", (len(data),), "tdpfed.wire", bytes(data))})
+    return reply
+
+
+methods = {"__call__": lambda self, message, context: tampered(message, context)}
+app.__class__ = type("Tampering", (app.__class__,), methods)
+'''
+
+
+INTRUDERS = {
+    10: "Failed to activate SuperNode",  # a key that is not registered
+    11: "CERTIFICATE_VERIFY_FAILED",  # another certificate authority
+    12: "Failed to initialize the connection",  # no TLS
+}
+
+
+def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> None:
+    keep = ("algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=3", "run.evaluate_every=9")
+    trial = Trial(work, 3, *keep, deadline=45.0)
+    (work / "app" / "app" / "client_app.py").write_text(TAMPERING)
+    make_keys(work / "others", 1)
+    with trial.federation as federation:
+        trial.start(node_2={"bad": True})
+        keys, ca, plain = work / "others" / "node-0.key", work / "others" / "ca.pem", str(free_port())
+        federation.start_node(10, {}, key=keys)
+        federation.start_node(11, {}, key=federation.keys / "node-1.key", ca=ca)
+        federation.processes.start(
+            "node-12",
+            [str(Path(sys.executable).parent / "flower-supernode"), "--insecure", "--superlink", federation.address,
+             "--host", "127.0.0.1", "--port", plain, "--max-retries", "2"],
+            federation.environment("node-12"),
+        )  # fmt: skip
+        process = federation.submit(work / "app")
+        until(lambda: len(trial.rounds()) >= 1 or process.poll() is not None, "the first round")
+        before = trial.state(1).upto(1)
+        federation.processes.end("node-1")
+        trial.start_node(1)
+        summary = trial.finish(process)
+        for intruder, words in INTRUDERS.items():
+            log = federation.processes.log(f"node-{intruder}")
+            assert words in log, log
+            assert "SuperNode ID" not in log, log
+            assert federation.processes.running[f"node-{intruder}"].poll()
+    refused = {(line["round"], line["client"], line["rule"]) for line in lines(trial.run / "refusals.jsonl")}
+    assert refused == {(1, 2, "nan"), (2, 2, "layout"), (3, 2, "size")}
+    assert summary["rounds"] == 3
+    # Whatever was repeated, the model is that of the two honest clients: none has lost its own.
+    assert before is not None
+    folder = work / "twin"
+    task = DigitsTask(prepare(trial.config))
+    settings = run_config(trial.config, folder / "run", nodes=3, wait=0.01)
+    run_server(task, FakeGrid(task, settings, folder / "state", nodes=[0, 1]), settings)
+    assert difference(trial.run / "global.safetensors", load_file(folder / "run" / "global.safetensors")) <= 1e-6
+    for number in (0, 1):
+        (twin,) = (folder / "state").glob(f"*/client-{number}")
+        kept, wanted = trial.state(number).upto(9), PrivateStore(twin).upto(9)
+        assert kept is not None
+        assert wanted is not None
+        assert float((kept["theta"] - wanted["theta"]).abs().max()) <= 1e-6
+
+
+def test_ctrl_c_leaves_nothing_behind(work: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(work), "--nodes", "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    until(lambda: (work / "logs" / "node-1.log").exists() or process.poll() is not None, "the last node")
+    time.sleep(1)
+    assert left_over(work)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "interrupted; all processes are ended" in output
+
+
+@pytest.mark.slow
+def test_a_node_killed_and_started_again_keeps_its_model(work: Path) -> None:
+    trial = Trial(work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", deadline=30.0)
+    with trial.federation as federation:
+        trial.start()
+        process = federation.submit(work / "app")
+        until(lambda: len(trial.rounds()) >= 1, "the first round")
+        federation.processes.end("node-1", signal.SIGKILL)
+        kept = trial.state(1).upto(9)
+
+        def back() -> bool:
+            """The SuperLink takes a node for alive until its last heartbeat is a minute old."""
+            running = federation.processes.running.get("node-1")
+            if running is None or running.poll() is not None:
+                trial.start_node(1)
+                time.sleep(3)
+            return federation.processes.log("node-1").count("SuperNode ID") == 2
+
+        until(back, "the node", 120)
+        assert kept is not None
+        trial.finish(process)
+    trial.equals_simulation()
+
+
+def server_app_of(federation: LocalFederation) -> int:
+    """Return the process of the ServerApp."""
+    for pid in federation.processes.alive():
+        if b"flwr-serverapp" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError("no ServerApp runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["server app", "SuperLink"])
+def test_a_killed_server_goes_on_from_its_checkpoint(work: Path, victim: str) -> None:
+    trial = Trial(
+        work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", "checkpoint.every=1",
+        deadline=60.0,
+    )  # fmt: skip
+    with trial.federation as federation:
+        trial.start()
+        process = federation.submit(work / "app")
+        until(lambda: len(trial.rounds()) >= 2, "the second round")
+        time.sleep(2)
+        if victim == "server app":
+            os.kill(server_app_of(federation), signal.SIGKILL)
+        else:
+            federation.processes.end("superlink", signal.SIGKILL)
+            time.sleep(2)
+            federation.start_superlink()
+        process.kill()
+        process.wait()
+        trial.finish(federation.submit(work / "app"))
+        assert "going on from round" in federation.processes.log("run")
+    trial.equals_simulation()
+
+
+@pytest.mark.slow
+def test_an_own_model_and_own_data_run_from_the_template(work: Path, tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "own_federation.py"
+    done = subprocess.run(
+        [sys.executable, str(example), "--out", str(work), "--rounds", "2"], capture_output=True, text=True,
+        check=False, timeout=PATIENCE, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "personalised accuracy" in done.stdout
+    summary = json.loads((work / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["personalized_accuracy"] > 0.6
+
+
+@pytest.mark.slow
+def test_without_tls_only_when_asked_for_and_said_loudly(work: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--out", str(work), "--insecure", "--nodes", "1", "--rounds", "1", "--algorithm", "fedavg"],
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "INSECURE" in done.stderr
+    assert "INSECURE" in (work / "logs" / "run.log").read_text()
