@@ -5,11 +5,11 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from flwr.client import ClientApp, NumPyClient  # type: ignore[import-not-found]
-from flwr.common import Context, ndarrays_to_parameters  # type: ignore[import-not-found]
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig  # type: ignore[import-not-found]
-from flwr.server.strategy import FedAvg  # type: ignore[import-not-found]
-from flwr.simulation import run_simulation  # type: ignore[import-not-found]
+from flwr.client import ClientApp, NumPyClient
+from flwr.common import Context, ndarrays_to_parameters
+from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server.strategy import FedAvg
+from flwr.simulation import run_simulation
 from shared_ import BATCH, ETA, WARM_UP, arguments, clients, report, unsupported
 from torch import nn
 
@@ -20,7 +20,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
 
 
-class Trainer(NumPyClient):  # type: ignore[misc]
+class Trainer(NumPyClient):
     """One client: 23 steps of SGD from what the server sends."""
 
     def __init__(self, path: str, number: int) -> None:
@@ -40,7 +40,7 @@ class Trainer(NumPyClient):  # type: ignore[misc]
         return [value.numpy() for value in local.state_dict().values()], len(self.x), {}
 
 
-class Timed(FedAvg):  # type: ignore[misc]
+class Timed(FedAvg):
     """Notes when each round has been aggregated."""
 
     def __init__(self, **options: Any) -> None:

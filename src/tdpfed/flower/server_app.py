@@ -20,6 +20,7 @@ from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, Snapshot
 from tdpfed.engine.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
 from tdpfed.engine.records import Record
+from tdpfed.engine.store import Store
 from tdpfed.errors import TDPFedError
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
@@ -34,6 +35,9 @@ ROUNDS = "rounds.jsonl"
 GLOBAL = "global.safetensors"
 
 log = logging.getLogger("flwr")
+
+NOBODY = Store({}, 0, "ram")
+"""The rows of a checkpoint here: clients keep theirs to themselves."""
 
 
 def server_app(task: Task) -> ServerApp:
@@ -136,7 +140,7 @@ class _Server:
 
     def _save(self) -> None:
         meta = {"algorithm": self.config.algorithm["name"], "seed": self.config.run.seed, **self.strategy.state()}
-        self.checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), {}, meta), None)
+        self.checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
         self.strategy.settled = self.strategy.round
 
     def _record(self, outcome: Outcome, scores: dict[int, Metrics]) -> None:

@@ -12,10 +12,11 @@ from pydantic import Field
 
 from tdpfed.aggregate import Rule
 from tdpfed.checked import checked
-from tdpfed.config import Config, Data, Section, parse_config
+from tdpfed.config import Config, Data, parse_config
 from tdpfed.engine.checks import check_settings
 from tdpfed.engine.participation import Participation
 from tdpfed.errors import TDPFedError, raise_all
+from tdpfed.sections import Section
 
 
 class Flower(Section):
