@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Kernels of our own for a GPU, written in Triton, which comes with PyTorch where it is built for one.
 
-Each does in one pass over memory what takes PyTorch several: for one client a program per block of columns and row.
+Each does in one pass over memory what takes PyTorch several. Rows of all clients are a grid's first axis, the only one
+that may be longer than 65,535.
 """
 
 import math
@@ -22,11 +23,11 @@ COLUMNS = 64
 
 @triton.jit
 def _contracted(
-    partial, other, out, V, R, k_in, u_in, v_in, k_other, v_other, k_out, ROWS: tl.constexpr, C: tl.constexpr
+    partial, other, out, U, V, R, k_in, u_in, v_in, k_other, v_other, k_out, ROWS: tl.constexpr, C: tl.constexpr
 ):
     """``out[k, u, r] = sum_v partial[k, u, v, r] * other[k, v, r]``."""
-    columns = tl.program_id(0) * C + tl.arange(0, C)
-    u, k = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    u, k = tl.program_id(0) % U, (tl.program_id(0) // U).to(tl.int64)
     total = tl.zeros((ROWS, C), tl.float32)
     for first in range(0, V, ROWS):
         v = first + tl.arange(0, ROWS)
@@ -38,10 +39,10 @@ def _contracted(
 
 
 @triton.jit
-def _multiplied(a, b, out, J, R, k_a, i_a, k_b, j_b, k_out, ROWS: tl.constexpr, C: tl.constexpr):
+def _multiplied(a, b, out, rows_a, J, R, k_a, i_a, k_b, j_b, k_out, ROWS: tl.constexpr, C: tl.constexpr):
     """``out[k, i, j, r] = a[k, i, r] * b[k, j, r]``."""
-    columns = tl.program_id(0) * C + tl.arange(0, C)
-    i, k = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(1) * C + tl.arange(0, C)
+    i, k = tl.program_id(0) % rows_a, (tl.program_id(0) // rows_a).to(tl.int64)
     row = tl.load(a + k * k_a + i * i_a + columns, columns < R, 0.0)
     for first in range(0, J, ROWS):
         j = first + tl.arange(0, ROWS)
@@ -53,8 +54,8 @@ def _multiplied(a, b, out, J, R, k_a, i_a, k_b, j_b, k_out, ROWS: tl.constexpr, 
 @triton.jit
 def _differences(a, theta, out, in_a, in_theta, scale, N, k_a, k_theta, k_out, C: tl.constexpr):
     """``out[k, in_a[n]] = scale * (a[k, in_a[n]] - theta[k, in_theta[n]])``."""
-    n = tl.program_id(0) * C + tl.arange(0, C)
-    k = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(1) * C + tl.arange(0, C)
+    k = tl.program_id(0).to(tl.int64)
     at = tl.load(in_a + n, n < N, 0)
     given = tl.load(theta + k * k_theta + tl.load(in_theta + n, n < N, 0), n < N, 0.0)
     tl.store(out + k * k_out + at, scale * (tl.load(a + k * k_a + at, n < N, 0.0) - given), n < N)
@@ -74,8 +75,8 @@ def contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = None
     strides = (i * j * rank, by_kept, by_summed, other.stride(0), other.stride(1), out.stride(0))
     rows = min(32, triton.next_power_of_2(summed))
     with torch.cuda.device(partial.device):
-        _contracted[(triton.cdiv(rank, COLUMNS), kept, k)](
-            partial, other, out, summed, rank, *strides, rows, COLUMNS
+        _contracted[(k * kept, triton.cdiv(rank, COLUMNS))](
+            partial, other, out, kept, summed, rank, *strides, rows, COLUMNS
         )  # fmt: skip
     return out
 
@@ -87,8 +88,8 @@ def khatri_rao(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(k, i * j, rank)
     rows = min(16, triton.next_power_of_2(j))
     with torch.cuda.device(a.device):
-        _multiplied[(triton.cdiv(rank, COLUMNS), i, k)](
-            a, b, out, j, rank, a.stride(0), a.stride(1), b.stride(0), b.stride(1), i * j * rank, rows, COLUMNS
+        _multiplied[(k * i, triton.cdiv(rank, COLUMNS))](
+            a, b, out, i, j, rank, a.stride(0), a.stride(1), b.stride(0), b.stride(1), i * j * rank, rows, COLUMNS
         )  # fmt: skip
     return out
 
@@ -97,7 +98,7 @@ def differences(a: Tensor, theta: Tensor, out: Tensor, in_a: Tensor, in_theta: T
     """Write ``scale (a - theta)``, at places ``(N,)`` of flat vectors ``(..., Q)`` and ``(..., P)``, into ``out``."""
     clients = math.prod(a.shape[:-1])
     with torch.cuda.device(a.device):
-        _differences[(triton.cdiv(len(in_a), 256), clients)](
+        _differences[(clients, triton.cdiv(len(in_a), 256))](
             a, theta, out, in_a, in_theta, scale, len(in_a), a.shape[-1], theta.shape[-1], out.shape[-1], 256
         )  # fmt: skip
 
@@ -105,8 +106,8 @@ def differences(a: Tensor, theta: Tensor, out: Tensor, in_a: Tensor, in_theta: T
 @triton.jit
 def _seen(x, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_x, c_x, SIZE: tl.constexpr):
     """``out[(g, c, i, j), (b, p, q)] = x[b, (g, c), p sh + i dh - ph, q sw + j dw - pw]``, 0 outside."""
-    n = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    row = tl.program_id(1)
+    n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    row = tl.program_id(0)
     i, j, channel = row // KW % KH, row % KW, row // (KW * KH)
     b, p, q = n // (HO * WO), n // WO % HO, n % WO
     h, w = p * sh + i * dh - ph, q * sw + j * dw - pw
@@ -118,8 +119,8 @@ def _seen(x, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_x, c_x, SIZ
 @triton.jit
 def _put_back(cols, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_out, c_out, SIZE: tl.constexpr):
     """The transpose of :func:`_seen`: every pixel is the sum of the places where it was seen."""
-    pixel = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    channel = tl.program_id(1).to(tl.int64)
+    pixel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    channel = tl.program_id(0).to(tl.int64)
     images = N // (HO * WO)
     b, h, w = pixel // (H * W), pixel // W % H, pixel % W
     total = tl.zeros((SIZE,), tl.float32)
@@ -140,7 +141,7 @@ def patches(x: Tensor, geometry: "Geometry") -> Tensor:
     kernel = geometry.kernel[0] * geometry.kernel[1]
     out = x.new_empty(geometry.groups, channels // geometry.groups * kernel, n)
     with torch.cuda.device(x.device):
-        _seen[(triton.cdiv(n, 512), channels * kernel)](x, out, *_numbers(x.shape, geometry, n), 512)
+        _seen[(channels * kernel, triton.cdiv(n, 512))](x, out, *_numbers(x.shape, geometry, n), 512)
     return out
 
 
@@ -148,7 +149,7 @@ def put_back(cols: Tensor, shape: Sequence[int], geometry: "Geometry") -> Tensor
     """Return the transpose of :func:`patches`, from ``(G, C kh kw, B Ho Wo)`` to ``shape`` ``(B, G C, H, W)``."""
     out, cols = cols.new_empty(*shape), cols.contiguous()
     with torch.cuda.device(cols.device):
-        _put_back[(triton.cdiv(shape[0] * shape[2] * shape[3], 512), shape[1])](
+        _put_back[(shape[1], triton.cdiv(shape[0] * shape[2] * shape[3], 512))](
             cols, out, *_numbers(shape, geometry, cols.shape[-1]), 512
         )  # fmt: skip
     return out

@@ -36,11 +36,12 @@ def replayed(function: Gradient) -> Gradient:
         return function(theta, x, y)
 
     def call(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        kind = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (theta, x, y))
+        kind = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (theta, x, y))
         if kind not in recorded:
             try:
                 graph = joined_in_place(without_idle(make_fx(record)(theta, x, y)))
                 recorded[kind] = as_products(graph) if theta.is_cuda else graph
+                recorded[kind](theta, x, y)  # what does not run is not kept
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:  # whatever stops recording, calling it shows the real error if there is one
@@ -55,7 +56,9 @@ def replayed(function: Gradient) -> Gradient:
 def without_idle(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded graph without products with 1, which come with every layer's bias."""
     for node in list(module.graph.nodes):
-        if node.target is aten.mul.Scalar and node.args[1] == 1:
+        if node.target is not aten.mul.Scalar or node.args[1] != 1:
+            continue
+        if node.meta["val"].dtype == node.args[0].meta["val"].dtype:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
@@ -81,7 +84,7 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
         graph.erase_node(room)
         return module
     for part in parts:
-        size, product = part.meta["val"].shape[1], _product(part)
+        size, product = part.meta["val"].shape[1], _product(part, shape[0])
         if product is None:
             with graph.inserting_before(cat):
                 graph.call_function(_put, (room, begin, part))
@@ -90,15 +93,18 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
                 graph.call_function(_multiply_into, (room, begin, *product.args))
         begin += size
     cat.replace_all_uses_with(room)
-    for node in reversed(list(graph.nodes)):  # not all that is unused: what writes gives nothing
-        if node.op == "call_function" and not node.users and node.target not in (_put, _multiply_into):
+    idle = [cat]
+    while idle:  # only what the join was made of: other nodes without users may write in place
+        node = idle.pop()
+        if not node.users:
+            idle += [given for given in node.all_input_nodes if given.target in (*VIEWS, aten.bmm.default)]
             graph.erase_node(node)
     module.recompile()
     return module
 
 
-def _product(part: fx.Node) -> fx.Node | None:
-    """Return the batched matrix product that a part is a plain view of, None if it is something else."""
+def _product(part: fx.Node, clients: int) -> fx.Node | None:
+    """Return the product of matrices, one for each client, that a part is a plain view of; None if there is none."""
     node: Any = part
     turned = False
     while node.target in VIEWS and len(node.users) == 1:
@@ -109,8 +115,8 @@ def _product(part: fx.Node) -> fx.Node | None:
         elif turned:
             return None
         node = node.args[0]
-    alone = node.target is aten.bmm.default and len(node.users) == 1 and not turned
-    return node if alone and node is not part else None
+    alone = node.target is aten.bmm.default and len(node.users) == 1 and not turned and node is not part
+    return node if alone and node.meta["val"].shape[0] == clients else None
 
 
 def _put(room: Tensor, begin: int, part: Tensor) -> None:

@@ -115,8 +115,8 @@ def residual_grad_in_few_kernels(
     residual = torch.baddbmm(matrix, left, right.mT, beta=-scale, alpha=scale)
     sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
     for side, unfolded, other in sides:
-        if len(side) == 1 and theta.is_cuda:
-            torch.bmm(unfolded, other, out=out[side.start])  # a kernel less, but vmap does not know it
+        if len(side) == 1 and not torch._C._functorch.is_functorch_wrapped_tensor(residual):
+            torch.bmm(unfolded, other, out=out[side.start])  # a pass less, but vmap does not know it
             continue
         for n, product in _walk(unfolded @ other, factors, side, out):
             if product is not out[n]:
