@@ -90,7 +90,7 @@ def operations(run: Simulation) -> int:
 
 
 def product_rate(precision: Any) -> float:
-    a = torch.randn(8192, 8192, device=DEVICE)
+    a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
     with arithmetic(precision):
         return float(2 * 8192**3 / seconds(lambda: a @ a, 10))
 

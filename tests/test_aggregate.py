@@ -385,7 +385,6 @@ def test_rules_refuse_settings_out_of_range(make: Callable[[], Average]) -> None
         (Rule(clip=1.0), clipped(torch.ones(6).double(), 1.0, weighted_mean)),
         (Rule("median", clip="median"), clipped(torch.ones(6).double(), None, median)),
     ],
-    ids=str,
 )
 def test_a_rule_names_its_average(rule: Rule, average: Average) -> None:
     uploads, weights = drawn(0, 9, 6), weights_for(0, 9)

@@ -18,7 +18,7 @@ import tdpfed
 from tdpfed.config import load_config
 from tdpfed.experiment import prepare, threads
 
-WARM_UP = 3
+WARM_UP = 2
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,7 @@ class FactorPlan:
         return [([next(tensors) for _ in range(count)], rank) for count, rank in zip(counts, self.ranks, strict=True)]
 
 
-@cache
+@lru_cache(8)
 def _dense_places(plan: FactorPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return where the values of dense parameters lie in the factor vector, and where in the dense one."""
     names = [name for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is None]

@@ -55,6 +55,7 @@ class Session:
                 RunFolder.check(path)
                 Loggers.check(config)
             simulation = prepare(config, data_root, path, ranks)
+            simulation.store.reserve()
             torch.set_num_threads(threads(config, simulation))
         with ranks.agreement():
             folder = RunFolder.create(path, to_toml(config)) if ranks.leads else NoFolder(path)

@@ -5,7 +5,7 @@ parameters are filled up with zeros: a column that is zero in all factors of a t
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Workspace:
         return flat.index_select(-1, _places(self.outer, layout, flat.device)) if self.padded else flat
 
 
-@cache
+@lru_cache(8)
 def _filled_up(plan: FactorPlan) -> FactorPlan:
     """Return the plan with ranks, and the last dimension of dense parameters, rounded up."""
     shapes = (
@@ -70,7 +70,7 @@ def _filled_up(plan: FactorPlan) -> FactorPlan:
     return FactorPlan(Layout(plan.dense.names, tuple(shapes)), ranks)
 
 
-@cache
+@lru_cache(8)
 def _places(plan: FactorPlan, layout: str, device: torch.device) -> Tensor:
     """Return where each value of the plan's vector lies in the filled-up one."""
     outer: Layout = getattr(plan, layout)

@@ -104,7 +104,7 @@ def test_a_disk_without_room_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         TDPFedError, match=r"engine\.state: 'mmap' needs 84 bytes for theta in .*No space left"
     ) as error:
-        Store(START, 7, "mmap", tmp_path)
+        Store(START, 7, "mmap", tmp_path).reserve()
     assert "allowed: ram" in str(error.value)
     assert existing(tmp_path / "a" / "b") == tmp_path
 

@@ -242,7 +242,7 @@ class Checkpoints:
                 raise ValueError("no rows")
             saved = _Saved(serial, server, tuple(layers.values()), torch.zeros(private.clients, dtype=torch.bool))
             return Snapshot(body["round"], state, private, body["meta"]), saved
-        except TDPFedError:  # no room for the rows
+        except (TDPFedError, MemoryError, torch.OutOfMemoryError):  # no room for the rows
             raise
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError, SafetensorError) as error:
             raise _DamagedError(f"{str(path)!r} does not fit its files ({error})") from None

@@ -13,7 +13,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import State, Turn
 from tdpfed.engine.graphs import Graphed
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import Outcome, as_state
+from tdpfed.engine.runners import LEAST_TOGETHER, Outcome, as_state
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Batch
@@ -39,7 +39,11 @@ class Ensemble:
         """Advance every simulation by a round; return what stopped each, None if nothing."""
         turns = [simulation.next_turn()[0] for simulation in self.simulations]
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
-        if runner.kind != "batched" or not self._one_objective or not 0 < clients <= (runner.chunk or runner.fitting):
+        if (
+            runner.kind != "batched"
+            or not self._one_objective
+            or not LEAST_TOGETHER <= clients <= (runner.chunk or runner.fitting)
+        ):
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):

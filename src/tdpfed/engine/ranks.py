@@ -48,7 +48,7 @@ class Ranks:
 
     def gather(self, rows: State, clients: Tensor) -> State:
         """Return the rows of all the clients, in their order; ``rows`` are those of this rank's."""
-        if self.world == 1:
+        if self.world == 1 or not rows:
             return dict(rows)
         owner = clients.cpu() % self.world
         counts = torch.bincount(owner, minlength=self.world).tolist()

@@ -19,6 +19,7 @@ from tdpfed.engine.checkpoint import Checkpoints, Snapshot
 from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.simulate import Simulation
 from tdpfed.engine.store import Rows, Store
+from tdpfed.errors import TDPFedError
 
 
 class _Ask(IntEnum):
@@ -98,17 +99,23 @@ def _answer(store: Store) -> Store:
     """Do what the first process asks until it ends; return the store that it last began."""
     ranks = store.ranks
     device = next(iter(store.start.values())).device if store.start else torch.device("cpu")
+    failed: TDPFedError | None = None  # said when all is done: the first process counts on being answered until then
     while True:
         rows = from_bytes(ranks.broadcast(b""))
         asked, ids = int(rows.pop("ask")), rows.pop("ids")
+        try:
+            if asked == _Ask.START:
+                store = store.like({name: value.to(device) for name, value in rows.items()}, int(ids))
+            elif asked == _Ask.GET:
+                ranks.gather(store.rows(ids), ids)
+            elif asked == _Ask.PUT and failed is None:
+                store.put(ids, ranks.part(rows, ids))
+        except TDPFedError as error:
+            failed = failed or error
         if asked == _Ask.END:
+            if failed is not None:
+                raise failed
             return store
-        if asked == _Ask.START:
-            store = store.like({name: value.to(device) for name, value in rows.items()}, int(ids))
-        elif asked == _Ask.GET:
-            ranks.gather(store.rows(ids), ids)
-        else:
-            store.put(ids, ranks.part(rows, ids))
 
 
 def _tell(ranks: Ranks, ask: _Ask, ids: Tensor, rows: State | None = None) -> None:

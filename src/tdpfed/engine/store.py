@@ -7,6 +7,7 @@ So memory, a round and a checkpoint cost what the participants do, however many 
 
 import math
 import os
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
 from typing import Literal, Protocol, get_args
@@ -55,8 +56,12 @@ class Store:
         device = next(iter(start.values())).device if start else torch.device("cpu")
         self.place: Place = ("ram" if size <= free_memory(device) // 2 else "mmap") if place == "auto" else place
         self.touched = torch.zeros(clients, dtype=torch.bool)  # who has trained, of all clients
-        self._values = {name: self._room(name, value) for name, value in start.items()}
         self._sparse = True  # rows of those who have not are unwritten
+
+    @cached_property
+    def _values(self) -> State:
+        """Room for all rows, made when there is the first: what is only to be replaced takes none."""
+        return {name: self._room(name, value) for name, value in self.start.items()}
 
     @classmethod
     def of(cls, values: State) -> "Store":
@@ -68,6 +73,10 @@ class Store:
         made._values, made._sparse = values, False
         made.touched.fill_(True)
         return made
+
+    def reserve(self) -> None:
+        """Make room for all rows now, so that it is now that there is none."""
+        _ = self._values
 
     def like(self, start: State, clients: int) -> "Store":
         """Return a store in the same place for so many clients, all of them at ``start``."""
@@ -98,7 +107,9 @@ class Store:
         if self._sparse:
             new = self.ranks.own((~self.touched).nonzero().flatten())
             for name, value in self._values.items():
-                value[self._slots(new).to(value.device)] = self.start[name].to(value.device)
+                first = self.start[name].to(value.device)
+                if len(new) and value.numel():
+                    assign(value, self._slots(new).to(value.device), first.expand(len(new), *first.shape).contiguous())
             self._sparse = False
         return dict(self._values)
 
