@@ -59,7 +59,7 @@ def page(root: Path, rounds: int, opens: int, seed: int) -> dict[str, object]:
 
 def comparison(root: Path, seeds: int) -> dict[str, object]:
     words = ["digits", "--algorithms", ",".join(METHODS), "--seeds", str(seeds), "--out", str(root / "grid")]
-    command = [sys.executable, "-c", "from tdpfed_start import main; main()", "compare", *words]
+    command = [sys.executable, "-c", "from tdpfed.cli import main; main()", "compare", *words]
     seconds = []
     for _ in range(2):
         start = time.perf_counter()

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 import tdpfed
-import tdpfed_start
 from tdpfed import cli
 from tdpfed.errors import TDPFedError
 
@@ -183,7 +182,7 @@ def test_bad_input_is_the_one_error_class() -> None:
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, "-c", "from tdpfed_start import main; main()"]
+    script = [sys.executable, "-c", "from tdpfed.cli import main; main()"]
     installed = Path(sys.executable).with_name("tdpfed")
     return subprocess.run(
         [*([str(installed)] if installed.exists() else script), *arguments],
@@ -218,23 +217,10 @@ def test_every_mistake_in_a_configuration_has_a_line(
 def test_ctrl_c_while_the_package_is_imported_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['keys']"
-    code = f"{path}; import tdpfed_start; tdpfed_start.main()"
+    code = f"{path}; from tdpfed.cli import main; main()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (130, b"")
-
-
-def test_the_command_leaves_ctrl_c_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    seen: list[object] = []
-    monkeypatch.setattr(cli, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)))
-    for handler in (signal.default_int_handler, signal.SIG_IGN):
-        signal.signal(signal.SIGINT, handler)
-        try:
-            tdpfed_start.main()
-        finally:
-            signal.signal(signal.SIGINT, before)
-    assert seen == [signal.default_int_handler, signal.SIG_IGN]
