@@ -33,7 +33,7 @@ CONFIG = """
 [run]
 rounds = {rounds}
 seed = 3
-threads = 2
+threads = {threads}
 [data]
 name = "synthetic"
 clients = 9
@@ -51,10 +51,12 @@ tau = 2
 """
 
 
-def trial(place: Path, algorithm: str, rounds: int, moments: Sequence[When], random: Random) -> Counter[str]:
+def trial(
+    place: Path, algorithm: str, rounds: int, moments: Sequence[When], random: Random, threads: int = 2
+) -> Counter[str]:
     """Kill a run at each of the moments and let it end; return what the kills hit."""
     file, whole, killed = place / "run.toml", place / "whole", place / "killed"
-    file.write_text(CONFIG.format(rounds=rounds, algorithm=algorithm))
+    file.write_text(CONFIG.format(rounds=rounds, algorithm=algorithm, threads=threads))
     began = time.monotonic()
     process = start(file, whole)
     wait(process, lambda: saves(whole) > 0)

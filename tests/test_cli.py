@@ -218,7 +218,13 @@ def test_ctrl_c_while_the_package_is_imported_shows_no_traceback(tmp_path: Path)
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['keys']"
     code = f"{path}; from tdpfed.cli import main; main()"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,  # noqa: PLW1509
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)

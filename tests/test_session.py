@@ -56,8 +56,8 @@ def assert_same(left: Path, right: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", kill_cli.ALGORITHMS)
 def test_killed_at_random_instants_a_run_goes_on_to_the_same_bits(algorithm: str, tmp_path: Path) -> None:
-    """The short form of ``tests/kill_cli.py``."""
-    hit = kill_cli.trial(tmp_path, algorithm, 120, ("start", "save"), Random(algorithm))
+    """The short form of ``tests/kill_cli.py``; one thread, for tests share the cores."""
+    hit = kill_cli.trial(tmp_path, algorithm, 60, ("start", "save"), Random(algorithm), threads=1)
     assert hit.total() == 2
 
 
