@@ -167,7 +167,7 @@ def test_numbers_of_a_message_are_checked_on_the_node(fields: Any, tmp_path: Pat
 
 def test_a_message_down_passes_the_gate_too(tmp_path: Path) -> None:
     node = Node(Own(), {}, {"partition-id": 0, "state-dir": str(tmp_path)})
-    fields = {"round": 1, "session": 1, "settled": 0, "run": "0" * 16}
+    fields = {"round": 1, "session": 1, "settled": 0, "run": "0" * 16, "starts": "0"}
     with pytest.raises(Rejected, match="begins with"):
         node.train(fields, lambda limit: b"nonsense")
     assert not list(tmp_path.iterdir())
