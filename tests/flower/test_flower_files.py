@@ -164,6 +164,61 @@ def test_nothing_is_left_not_even_children_in_sessions_of_their_own(tmp_path: Pa
     assert marked(processes.mark) == []
 
 
+IMPATIENT = f"""
+import sys
+from pathlib import Path
+from tdpfed.flower.demo import interruptible
+from tdpfed.flower.processes import Processes
+import os, time
+with interruptible(), Processes(Path(sys.argv[1]), patience=2.0) as processes:
+    processes.start("stubborn", [sys.executable, "-c", {STUBBORN!r}], os.environ)
+    while "up" not in processes.log("stubborn"):
+        time.sleep(0.05)
+    print(processes.mark, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_while_ending_leaves_nothing_behind(tmp_path: Path, second: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    mark = process.stdout.readline().strip()
+    assert len(marked(mark)) == 1
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # it is ending what it started, politely first
+    process.send_signal(second)
+    _, said = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in said
+    assert marked(mark) == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_what_is_started_while_others_end_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, alive = Processes(tmp_path, patience=3.0), Processes.alive
+    calls: list[int] = []
+
+    def late(self: Processes) -> list[int]:
+        """Another one appears after the first look, as a child would that was being started."""
+        found = alive(self)
+        calls.append(1)
+        if len(calls) == 1:
+            self.start("late", [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+        return found
+
+    monkeypatch.setattr(Processes, "alive", late)
+    processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)
+    up(processes, "one")
+    began = time.monotonic()
+    processes.stop()
+    assert processes.running["late"].returncode == -signal.SIGTERM
+    assert time.monotonic() - began < 10
+    assert marked(processes.mark) == []
+
+
 def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
     with Processes(tmp_path, patience=0.5) as processes:
         processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)

@@ -125,15 +125,19 @@ def follow(file: Path, running: Callable[[], bool], on_round: OnRound) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end things as Ctrl-C does, which works in the background, too."""
+    """Let SIGTERM and SIGHUP end things as Ctrl-C does, which works in the background, too; the first one counts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def stop(*_: object) -> None:
+        for number in signals:  # whatever is ended now is ended in peace
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield
     finally:
