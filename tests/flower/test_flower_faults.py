@@ -14,7 +14,7 @@ pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 import torch
 from fake import NODES, QUICK, Case, FakeGrid, simulated, worst, worst_between
-from flwr.app import Message
+from flwr.app import Message, MetricRecord
 
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.node import Node
@@ -94,8 +94,8 @@ def test_losses_and_times_stay_finite(tmp_path: Path) -> None:
     case = Case(tmp_path, *QUICK)
 
     def lies(message: Message) -> Message:
-        given = {"loss": 1.7e308, "seconds": 1.7e308, "local_correct": 1, "local_loss": -1.7e308}
-        message.content["metrics"] = type(message.content["metrics"])(given)
+        given: dict[str, Any] = {"loss": 1.7e308, "seconds": 1.7e308, "local_correct": 1, "local_loss": -1.7e308}
+        message.content["metrics"] = MetricRecord(given)
         return message
 
     case.run(case.grid(tamper={0: lies, 1: lies}))
