@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -196,7 +197,8 @@ def test_without_checkpoints_nodes_do_not_keep_every_round(tmp_path: Path) -> No
     assert worst(tmp_path, case.simulation) <= 1e-6
 
 
-def test_one_folder_has_one_server(tmp_path: Path) -> None:
+def test_one_folder_has_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tdpfed.flower.server_app"], "ALONE", 0.3)
     case = Case(tmp_path, *QUICK)
     with _alone(tmp_path / "run"), pytest.raises(TDPFedError, match="another server app runs in"):
         case.run()

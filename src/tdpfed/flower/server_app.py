@@ -36,6 +36,8 @@ from tdpfed.wire import encoded_size
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
 GLOBAL = "global.safetensors"
+ALONE = 20.0
+"""Seconds to wait for the run folder: a server app whose SuperLink was killed takes a moment to end."""
 
 log = logging.getLogger("flwr")
 
@@ -82,13 +84,22 @@ def _alone(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise TDPFedError(f"flower.out: cannot write to {str(path)!r} ({error.strerror})") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TDPFedError(f"flower.out: another server app runs in {str(path)!r}; give another folder") from None
+        end = time.monotonic() + ALONE
+        while not _lock(descriptor):
+            if time.monotonic() > end:
+                raise TDPFedError(f"flower.out: another server app runs in {str(path)!r}; give another folder")
+            time.sleep(0.2)
         yield path
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 class _Server:
