@@ -1,5 +1,6 @@
 """A federation inside the test's own process: Flower's message objects, no network and no processes."""
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,20 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from safetensors.torch import load_file
 from torch import nn
 
 from tdpfed.config import Config, load_config
 from tdpfed.engine.simulate import Simulation
 from tdpfed.experiment import prepare
 from tdpfed.flower import client_app
+from tdpfed.flower.private import PrivateStore
+from tdpfed.flower.server_app import run_server
 from tdpfed.flower.settings import Flower, as_run_config
 from tdpfed.models import build
 
 NODES = 3
+QUICK = ("algorithm.name=fedavg", "algorithms.fedavg.tau=2")
 Tamper = Callable[[Message], Message | None]
 
 
@@ -137,6 +142,42 @@ class FakeGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         raise NotImplementedError
+
+
+class Case:
+    """A configuration, its simulation, and runs of it on a grid inside this process."""
+
+    def __init__(self, folder: Path, *overrides: str, **flower: Any) -> None:
+        self.folder, self.config = folder, digits(*overrides)
+        self.simulation = simulated(self.config, self.config.run.rounds)
+        self.task = DigitsTask(self.simulation)
+        self.settings = run_config(self.config, folder / "run", **flower)
+
+    def grid(self, **options: Any) -> FakeGrid:
+        return FakeGrid(self.task, self.settings, self.folder / "state", **options)
+
+    def run(self, grid: FakeGrid | None = None, changed: dict[str, Any] | None = None) -> dict[str, Any]:
+        return run_server(self.task, grid or self.grid(), {**self.settings, **(changed or {})})
+
+    def state(self, client: int) -> PrivateStore:
+        (run,) = (self.folder / "state").iterdir()
+        return PrivateStore(run / f"client-{client}")
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "run" / name).read_text().splitlines()]
+
+
+def worst(folder: Path, simulation: Simulation) -> float:
+    """Return the largest difference between the global model of a run and of a simulation."""
+    made, shipped = load_file(folder / "run" / "global.safetensors"), simulation.global_model()
+    assert shipped is not None
+    wanted = simulation.objective.state_dict(shipped)
+    return max(float((made[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def worst_between(one: Path, other: Path) -> float:
+    left, right = (load_file(folder / "run" / "global.safetensors") for folder in (one, other))
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
 def bytes_of(message: Message) -> bytes:

@@ -1,12 +1,16 @@
 """Keys, templates and child processes: what `tdpfed flower` writes and starts without Flower."""
 
+import errno
+import io
 import os
+import shlex
 import signal
 import ssl
 import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
+from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
+from tdpfed.config import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import demo as demos
 from tdpfed.flower import federation as federations
@@ -30,6 +36,7 @@ from tdpfed.flower.app import default_tables, init_app
 from tdpfed.flower.demo import Demo, follow, interruptible, node_settings, run_demo, speed
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes, marked
+from tdpfed.flower.settings import read_settings
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -110,8 +117,45 @@ def test_a_new_app_has_every_key_that_can_be_changed_on_the_command_line() -> No
     tables = default_tables()
     assert {f"algorithms.{name}" for name in ALGORITHMS} <= tables.keys()
     assert "attack" not in tables["robust"]
-    assert tables["flower"].keys() == {"nodes", "wait", "deadline", "out", "insecure"}
+    assert tables["flower"].keys() == {"nodes", "wait", "deadline", "max_samples", "out", "insecure"}
+    assert not {"seeds", "evaluate_clients"} & tables["run"].keys()
     assert tables["algorithms.tdpfed"]["compression"] == 2.0
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+def test_what_runs_leave_in_an_app_is_not_sent_to_nodes(tmp_path: Path) -> None:
+    app_ = tmp_path / "ward"
+    init_app(app_)
+    for place in ("runs/flower-x/notes.md", "keys/ca.key", "keys/notes.md", "ward/extra.py"):
+        (app_ / place).parent.mkdir(parents=True, exist_ok=True)
+        (app_ / place).write_text("x = 1\n")
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app_))) as sent:
+        names = sent.namelist()
+    assert "ward/extra.py" in names
+    assert not [name for name in names if name.startswith(("runs/", "keys/"))]
+
+
+@pytest.mark.parametrize("make", [lambda folder: make_keys(folder, 2), init_app], ids=["keys", "app"])
+@pytest.mark.parametrize("there", [False, True], ids=["new", "empty"])
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, there: bool
+) -> None:
+    folder, opened, opens = tmp_path / "mine", os.open, []
+    if there:
+        folder.mkdir()
+
+    def full(*arguments: Any, **options: Any) -> int:
+        opens.append(1)
+        if len(opens) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(*arguments, **options)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "open", full)
+        with pytest.raises(TDPFedError, match=r"cannot write to .*No space left"):
+            make(folder)
+    assert [entry.name for entry in tmp_path.rglob("*")] == (["mine"] if there else [])
+    assert all(file.exists() for file in make(folder))
 
 
 @pytest.mark.parametrize("name", ["1st", "under_score", "x" * 33, "a b"])
@@ -164,6 +208,61 @@ def test_nothing_is_left_not_even_children_in_sessions_of_their_own(tmp_path: Pa
     assert marked(processes.mark) == []
 
 
+IMPATIENT = f"""
+import sys
+from pathlib import Path
+from tdpfed.flower.demo import interruptible
+from tdpfed.flower.processes import Processes
+import os, time
+with interruptible(), Processes(Path(sys.argv[1]), patience=2.0) as processes:
+    processes.start("stubborn", [sys.executable, "-c", {STUBBORN!r}], os.environ)
+    while "up" not in processes.log("stubborn"):
+        time.sleep(0.05)
+    print(processes.mark, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_while_ending_leaves_nothing_behind(tmp_path: Path, second: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    mark = process.stdout.readline().strip()
+    assert len(marked(mark)) == 1
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # it is ending what it started, politely first
+    process.send_signal(second)
+    _, said = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in said
+    assert marked(mark) == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_what_is_started_while_others_end_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, alive = Processes(tmp_path, patience=3.0), Processes.alive
+    calls: list[int] = []
+
+    def late(self: Processes) -> list[int]:
+        """Another one appears after the first look, as a child would that was being started."""
+        found = alive(self)
+        calls.append(1)
+        if len(calls) == 1:
+            self.start("late", [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
+        return found
+
+    monkeypatch.setattr(Processes, "alive", late)
+    processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)
+    up(processes, "one")
+    began = time.monotonic()
+    processes.stop()
+    assert processes.running["late"].returncode == -signal.SIGTERM
+    assert time.monotonic() - began < 10
+    assert marked(processes.mark) == []
+
+
 def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
     with Processes(tmp_path, patience=0.5) as processes:
         processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)
@@ -184,6 +283,7 @@ def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
         ({"nodes": 0}, "--nodes: 0 given"),
         ({"nodes": 100}, "--nodes: 100 given, must be at least 1 and at most 64"),
         ({"rounds": 0}, "--rounds: 0 given"),
+        ({"node_config": "a=1"}, "--node-config: 'a=1' given, must be left out without --app"),
     ],
 )
 def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -212,6 +312,41 @@ def test_what_nodes_of_an_own_app_are_told(tmp_path: Path) -> None:
     assert node_settings(demo, 0) == {"ward": "A 1", "data": "/x/y", "beds": 30}
     with pytest.raises(TDPFedError, match="--node-config: 'ward' given"):
         node_settings(Demo(tmp_path, app=tmp_path, node_config="ward"), 0)
+    with pytest.raises(TDPFedError, match=r"--node-config: .* cannot be read"):
+        node_settings(Demo(tmp_path, app=tmp_path, node_config="a='b"), 0)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for options in ({}, {"app": tmp_path / "wards"}):
+        if options:
+            init_app(tmp_path / "wards")
+        with pytest.raises(TDPFedError, match="--out: cannot write to"):
+            run_demo(Demo(tmp_path / "file" / "x", **options), print, print)  # type: ignore[arg-type]
+
+
+def test_the_same_in_simulation_is_a_command_that_runs(tmp_path: Path) -> None:
+    overrides = ('algorithm.include=["fc*"]', "flower.deadline=9", " flower.max_samples=5000")
+    program, run, name, *told = shlex.split(Demo(tmp_path, overrides=overrides).same)
+    assert (program, run, name) == ("tdpfed", "run", "digits")
+    config = load_config("digits", told[1::2])
+    assert config.algorithm["include"] == ("fc*",)
+    assert config.run.rounds == 3
+
+
+def test_lists_reach_an_own_app(tmp_path: Path, without_flower: list[str]) -> None:
+    init_app(tmp_path / "wards")
+    with (tmp_path / "wards" / "pyproject.toml").open("a") as file:
+        file.write("\n")
+    given = ('algorithms.tdpfed.include=["fc1*", "fc2*"]', "flower.max_samples=77")
+    with pytest.raises(TDPFedError, match="the run did not start"):
+        run_demo(Demo(tmp_path / "demo", app=tmp_path / "wards", overrides=given), print, print)
+    read = parse_config_args([without_flower[-1]])
+    config, flower = read_settings(read)
+    assert config.algorithm["include"] == ("fc1*", "fc2*")
+    assert flower.max_samples == 77
+    with pytest.raises(TDPFedError, match="both kinds of quotes"):
+        run_demo(Demo(tmp_path / "a'\"b", app=tmp_path / "wards"), print, print)
 
 
 def test_lines_are_followed_to_the_last(tmp_path: Path) -> None:
@@ -321,6 +456,7 @@ def test_the_command_line_shows_the_summary(
     assert "round 1 of 3: 2 replies, 1 lost, 1 refused, 1.0 s" in done.stderr
     assert "6.0 rounds per minute, 4.00 %" in done.stderr
     assert "tdpfed run digits --set run.rounds=3" in done.stderr
+    assert "imports apart" in done.stderr
     made |= {"status": "failed", "error": "round 2: no"}
     done = CliRunner().invoke(app, ["flower", "demo", "--json", "--app", ".", "--out", str(tmp_path / "x")])
     assert done.exit_code == 1

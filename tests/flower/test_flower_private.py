@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tdpfed.errors import TDPFedError
-from tdpfed.flower.private import PrivateStore, load_personalized, state_folder
+from tdpfed.flower.private import PrivateStore, load_personalized, starts_of, state_folder
 
 RUN = "0123456789abcdef"
 
@@ -98,8 +98,10 @@ def test_folders_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TDPFedError, match="state-dir: cannot read"):
         PrivateStore(tmp_path / "file").before(1, 1)
-    with pytest.raises(TDPFedError, match="state-dir: cannot write"):
+    with pytest.raises(TDPFedError, match="state-dir: cannot"):
         PrivateStore(tmp_path / "file" / "below").save(1, 1, state(1.0), 0)
+    with pytest.raises(TDPFedError, match="state-dir: cannot write"), PrivateStore(tmp_path / "file" / "x").locked():
+        pass
     (tmp_path / "00000001.safetensors").mkdir()
     with pytest.raises(TDPFedError, match="state-dir: cannot read"):
         PrivateStore(tmp_path).upto(1)
@@ -131,3 +133,64 @@ def test_a_personalised_model_is_loaded_into_a_module(tmp_path: Path) -> None:
         load_personalized(tmp_path, nn.Linear(3, 3))
     with pytest.raises(TDPFedError, match="holds nothing"):
         load_personalized(tmp_path / "none", model)
+
+
+def test_a_late_save_takes_nothing_away(tmp_path: Path) -> None:
+    old, new = PrivateStore(tmp_path), PrivateStore(tmp_path, (0, 3))
+    old.save(3, 1, state(3), 0)
+    assert old.before(5, 1) is not None  # a process of the old session begins, and is slow
+    new.save(4, 2, state(4), 3)
+    with pytest.raises(TDPFedError, match="gone on to round 4 of session 2; the message is late"):
+        old.save(5, 1, state(5), 5)
+    assert rounds(new) == [3, 4]
+
+
+def test_one_process_at_a_time_goes_from_one_state_to_the_next(tmp_path: Path) -> None:
+    import threading
+
+    store, order = PrivateStore(tmp_path), []
+
+    def second() -> None:
+        with PrivateStore(tmp_path).locked():
+            order.append("second")
+
+    with store.locked():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.3)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "00000001-0123.part").write_bytes(b"half")
+    PrivateStore(tmp_path).save(1, 1, state(1), 0)
+    assert [file.name for file in tmp_path.iterdir()] == ["00000001.safetensors"]
+
+
+def test_states_behind_which_a_server_went_back_do_not_count(tmp_path: Path) -> None:
+    for number in (1, 2, 5):
+        PrivateStore(tmp_path).save(number, 1, state(number), 0)
+    for starts, wanted in (((0,), 5), ((0, 3), 2), ((0, 3, 9), 2), ((0, 1), 1)):
+        found = PrivateStore(tmp_path, starts).before(9, len(starts))
+        assert found is not None
+        assert float(found["theta"][0]) == wanted
+    assert PrivateStore(tmp_path, (0, 0)).before(9, 2) is None
+    PrivateStore(tmp_path, (0, 3)).save(9, 2, state(9), 3)
+    assert rounds(PrivateStore(tmp_path)) == [2, 9]
+
+
+def test_a_state_that_is_needed_and_gone_is_an_error(tmp_path: Path) -> None:
+    for number in range(1, 6):
+        PrivateStore(tmp_path).save(number, 1, state(number), number - 1)
+    assert rounds(PrivateStore(tmp_path)) == [4, 5]
+    with pytest.raises(TDPFedError, match=r"needed and gone: .* begins with round 4"):
+        PrivateStore(tmp_path, (0, 2)).before(3, 2)
+    assert PrivateStore(tmp_path, (0, 0)).before(3, 2) is None  # from the start there is nothing to miss
+
+
+@pytest.mark.parametrize("value", [None, 3, "", "1,2", "0;2", "0,-1", "0," + "9" * 11])
+def test_starts_of_a_message_are_checked(value: object) -> None:
+    with pytest.raises(TDPFedError, match="starts: "):
+        starts_of(value)

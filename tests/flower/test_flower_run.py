@@ -11,50 +11,13 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 import torch
-from fake import NODES, DigitsTask, FakeGrid, bytes_of, digits, run_config, simulated
+from fake import NODES, QUICK, Case, FakeGrid, bytes_of, digits, run_config, simulated, worst, worst_between
 from flwr.app import Array, ArrayRecord, Message
-from safetensors.torch import load_file
 
 from tdpfed.config import Config
-from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower import envelope, load_personalized, server_app
-from tdpfed.flower.private import PrivateStore
-from tdpfed.flower.server_app import run_server
 from tdpfed.wire import encode
-
-QUICK = ("algorithm.name=fedavg", "algorithms.fedavg.tau=2")
-
-
-class Case:
-    """A configuration, its simulation, and runs of it on a grid inside this process."""
-
-    def __init__(self, folder: Path, *overrides: str, **flower: Any) -> None:
-        self.folder, self.config = folder, digits(*overrides)
-        self.simulation = simulated(self.config, self.config.run.rounds)
-        self.task = DigitsTask(self.simulation)
-        self.settings = run_config(self.config, folder / "run", **flower)
-
-    def grid(self, **options: Any) -> FakeGrid:
-        return FakeGrid(self.task, self.settings, self.folder / "state", **options)
-
-    def run(self, grid: FakeGrid | None = None, changed: dict[str, Any] | None = None) -> dict[str, Any]:
-        return run_server(self.task, grid or self.grid(), {**self.settings, **(changed or {})})
-
-    def state(self, client: int) -> PrivateStore:
-        (run,) = (self.folder / "state").iterdir()
-        return PrivateStore(run / f"client-{client}")
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "run" / name).read_text().splitlines()]
-
-
-def worst(folder: Path, simulation: Simulation) -> float:
-    """Return the largest difference between the global model of a run and of a simulation."""
-    made, shipped = load_file(folder / "run" / "global.safetensors"), simulation.global_model()
-    assert shipped is not None
-    wanted = simulation.objective.state_dict(shipped)
-    return max(float((made[name] - value).abs().max()) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -83,9 +46,9 @@ def test_a_run_is_the_simulation(tmp_path: Path, overrides: tuple[str, ...]) -> 
         assert summary[name] == pytest.approx(getattr(record, name)), name
     for client in range(NODES):
         kept = case.state(client).upto(10)
-        theta = case.simulation.private["theta"][client]
+        assert (kept is not None) == bool(case.simulation.store.touched[client])
         if kept is not None:
-            assert torch.allclose(kept["theta"], theta, atol=1e-6)
+            assert torch.allclose(kept["theta"], case.simulation.private["theta"][client], atol=1e-6)
 
 
 def test_training_alone_sends_nothing(tmp_path: Path) -> None:
@@ -254,11 +217,6 @@ def test_a_bad_reply_is_left_out_and_the_others_go_on(tmp_path: Path, kind: str)
     two = Case(tmp_path / "two", *QUICK, "run.rounds=2")
     two.run(two.grid(nodes=[0, 1]), changed={"flower.wait": 0.01})
     assert worst_between(tmp_path, tmp_path / "two") == 0
-
-
-def worst_between(one: Path, other: Path) -> float:
-    left, right = (load_file(folder / "run" / "global.safetensors") for folder in (one, other))
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
 def test_a_factor_outside_the_gauge_is_left_out(tmp_path: Path) -> None:

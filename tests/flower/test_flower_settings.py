@@ -58,6 +58,10 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"robust.attack": "alie"}, "robust.attack: 'alie' given, must be left out"),
         ({"privacy.clip": 1.0}, "every node knows the seed"),
         ({"run.diagnostics_every": 1}, "run.diagnostics_every: 1 given"),
+        ({"run.seeds": 3}, "run.seeds: 3 given, must be 1"),
+        ({"run.evaluate_clients": 3}, "run.evaluate_clients: 3 given, must be left out"),
+        ({"engine.state": "mmap"}, "engine.state: 'mmap' given, must be left out"),
+        ({"flower.max_samples": 0}, "flower.max_samples: 0 given"),
         ({"flower.secure_aggregation": True}, "SecAgg\\+ works only with its older client"),
         ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules look at each client"),
         ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules look at each client"),
@@ -102,6 +106,10 @@ def test_arrays_and_tensors_are_taken() -> None:
     data = data_of(Own((np.zeros((4, 3)), np.array([0, 1, 0, 1]), X[:0], Y[:0])), {}, CPU)
     assert data.x.dtype == torch.float32
     assert len(data.x_test) == 0
+    for kind in ("int8", "uint8", "int16", "int32", "bool"):
+        labels = np.array([0, 1, 0, 1]).astype(kind)
+        data = data_of(Own((X, labels, X, torch.from_numpy(labels))), {}, CPU)
+        assert data.y.dtype == data.y_test.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -113,6 +121,7 @@ def test_arrays_and_tensors_are_taken() -> None:
         ((np.array([object()]), Y, X, Y), "must be a tensor or an array of numbers"),
         ((X, Y[:3], X, Y), "one label for each sample"),
         ((X, Y, X, Y[:3]), "one label for each sample"),
+        ((X, Y, X[:, :2], Y), "must be samples of the same shape"),
         ((X[:0], Y[:0], X, Y), "no training samples"),
         ((X / 0, Y, X, Y), "x_train holds NaN"),
     ],
@@ -167,7 +176,7 @@ def test_numbers_of_a_message_are_checked_on_the_node(fields: Any, tmp_path: Pat
 
 def test_a_message_down_passes_the_gate_too(tmp_path: Path) -> None:
     node = Node(Own(), {}, {"partition-id": 0, "state-dir": str(tmp_path)})
-    fields = {"round": 1, "session": 1, "settled": 0, "run": "0" * 16}
+    fields = {"round": 1, "session": 1, "settled": 0, "run": "0" * 16, "starts": "0"}
     with pytest.raises(Rejected, match="begins with"):
         node.train(fields, lambda limit: b"nonsense")
     assert not list(tmp_path.iterdir())

@@ -105,10 +105,10 @@ def demo(
         Console().print(summary_table(summary, str(asked.run)))
     speed = summary["rounds_per_minute"]
     if speed is not None:
-        tell([f"{speed:.1f} rounds per minute, {percent(summary['own_share'])} of it in tdpfed's own code"])
+        own_code = f"{percent(summary['own_share'])} of it in tdpfed's own code, imports apart"
+        tell([f"{speed:.1f} rounds per minute, {own_code}"])
     if own is None:
-        same = " ".join(f"--set {setting}" for setting in asked.settings)
-        tell([f"personalised models: {work}/node-K/state", f"the same in simulation: tdpfed run digits {same}"])
+        tell([f"personalised models: {work}/node-K/state", f"the same in simulation: {asked.same}"])
     if summary["status"] != "finished":
         tell([f"the run {summary['status']}: {summary['error']} (logs in {work / 'logs'})"])
         raise typer.Exit(1)

@@ -165,6 +165,14 @@ class Checkpoints:
             raise TDPFedError(f"checkpoint: none in {str(self.folder)!r} is good; {'; '.join(warnings)}")
         return None
 
+    def rounds(self) -> list[int]:
+        """Return the rounds of the checkpoints whose manifests are good: those a run may go back to."""
+        found = []
+        for serial in self._serials() if self.folder.exists() else []:
+            with suppress(_DamagedError, KeyError, TypeError, ValueError):
+                found.append(int(_manifest(self.folder / f"{serial:08}.json")["round"]))
+        return found
+
     def _note(self, private: Rows, changed: Tensor | None) -> None:
         """Mark clients as changed, for good: a save that fails leaves them to the next."""
         spec, clients = private.spec, private.clients

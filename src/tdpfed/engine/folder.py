@@ -61,9 +61,10 @@ class RunFolder:
         except (OSError, UnicodeDecodeError) as error:
             raise TDPFedError(f"--resume: cannot read {str(config)!r} ({error})") from None
 
-    def rewind(self, round_: int) -> list[Record]:
-        """Return the records up to a round; of them and of the refusals drop what came after, or was cut off."""
-        self._rewind(REFUSALS, round_, dict)
+    def rewind(self, round_: int, *others: str) -> list[Record]:
+        """Return the records up to a round; drop what came after, or was cut off, here, of refusals and in others."""
+        for name in (REFUSALS, *others):
+            self._rewind(name, round_, dict)
         known = {field.name for field in fields(Record)}
         return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}))
 
@@ -121,16 +122,20 @@ class RunFolder:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, whole or not at all."""
+        self.write(SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, whole or not at all."""
         with _named_errors(self.path):
-            _replace(self.path / SUMMARY, json.dumps(summary, indent=2) + "\n")
+            _replace(self.path / name, text)
 
 
 class NoFolder(RunFolder):
     """What processes have that leave writing to another: it takes everything and writes nothing."""
 
-    def rewind(self, round_: int) -> list[Record]:
+    def rewind(self, round_: int, *others: str) -> list[Record]:
         """There is nothing to go back to."""
-        del round_
+        del round_, others
         return []
 
     @property

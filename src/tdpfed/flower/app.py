@@ -1,6 +1,5 @@
 """A new Flower app on disk: the template's files with a name and a configuration filled in."""
 
-import json
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -10,6 +9,7 @@ from typing import Any
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config import Checkpoint, Participation, Robust, Run, Wire, toml_value
 from tdpfed.errors import TDPFedError
+from tdpfed.flower.files import write_folder
 from tdpfed.flower.settings import REFUSED, Flower
 from tdpfed.sections import Section
 
@@ -17,6 +17,9 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 LEFT_OUT = {key for key, _, _ in REFUSED} | {"run.runner", "run.chunk", "flower.secure_aggregation"}
 DEPLOYED: dict[str, Any] = {"run.rounds": 10, "run.evaluate_every": 5, "checkpoint.every": 1, "flower.nodes": 3}
 """Where a new app differs from the defaults of a simulation: evaluations are messages, and rounds are precious."""
+
+IGNORED = "__pycache__/\nruns/\nkeys/\n*.key\n*.npz\n"
+"""What Flower leaves out when it sends the folder to nodes."""
 
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -32,20 +35,12 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
     package = folder.name.replace("-", "_").lower()
     words = {"NAME": folder.name, "PACKAGE": package, "CONFIG": _config(tables or default_tables())}
     source = resources.files("tdpfed.flower") / "template"
-    files = {".gitignore": "__pycache__/\n", f"{package}/__init__.py": f'"""The app {folder.name}."""\n'}
+    files = {".gitignore": IGNORED, f"{package}/__init__.py": f'"""The app {folder.name}."""\n'}
     for name in ("pyproject.toml", "README.md", "task.py", "client_app.py", "server_app.py"):
         text = (source / f"{name}.in").read_text(encoding="utf-8")
         place = f"{package}/{name}" if name.endswith(".py") else name
         files[place] = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text)
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise TDPFedError(f"DIR: {str(folder)!r} is already there and not empty; give a new or empty folder")
-        for place, text in files.items():
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            (folder / place).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TDPFedError(f"DIR: cannot write to {str(folder)!r} ({error.strerror})") from None
-    return [folder / place for place in files]
+    return write_folder(folder, {place: text.encode() for place, text in files.items()})
 
 
 def default_tables() -> dict[str, dict[str, Any]]:
@@ -75,10 +70,10 @@ def _config(tables: Tables) -> str:
     lines: list[str] = []
     for section, values in tables.items():
         lines.append(f"\n[tool.flwr.app.config.{section}]")
-        lines += [f"{key} = {_single(value)}" for key, value in values.items()]
+        lines += [f"{key} = {single(value)}" for key, value in values.items()]
     return "\n".join(lines).lstrip()
 
 
-def _single(value: Any) -> str:
+def single(value: Any) -> str:
     """Return a value as Flower takes it: lists and tables as text."""
-    return json.dumps(toml_value(value)) if isinstance(value, list | tuple | dict) else toml_value(value)
+    return toml_value(toml_value(value)) if isinstance(value, list | tuple | dict) else toml_value(value)

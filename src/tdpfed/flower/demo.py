@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tdpfed.config import Config, load_config
+from tdpfed.config import Config, load_config, toml_value
 from tdpfed.data import make_federation
 from tdpfed.engine.folder import SUMMARY, RunFolder
 from tdpfed.errors import TDPFedError
@@ -52,13 +52,21 @@ class Demo:
         for field, value, most in (("--nodes", self.nodes, MOST), ("--rounds", self.rounds, 10_000)):
             if not 1 <= value <= most:
                 raise TDPFedError(f"{field}: {value} given, must be at least 1 and at most {most}")
+        if self.node_config and self.app is None:
+            raise TDPFedError(f"--node-config: {self.node_config!r} given, must be left out without --app")
 
     @property
     def settings(self) -> list[str]:
-        """What makes ``tdpfed run digits`` the same experiment."""
+        """What is set on top of the preset ``digits``."""
         few = [f"run.rounds={self.rounds}", f"run.evaluate_every={self.rounds}", f"algorithm.name={self.algorithm}"]
         dealt = [f"data.clients={self.nodes}", f"data.per_client={max(2, -(-CLASSES // self.nodes))}"]
         return [*few, *dealt, *self.overrides]
+
+    @property
+    def same(self) -> str:
+        """The command that is the same experiment in simulation."""
+        told = [part for setting in self.settings if not _own_key(setting) for part in ("--set", setting)]
+        return shlex.join(["tdpfed", "run", "digits", *told])
 
     @property
     def run(self) -> Path:
@@ -70,7 +78,10 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
     """Run a demo to its end and return the summary; no process is left, whatever happens."""
     RunFolder.check(demo.work)
     told = [node_settings(demo, number) for number in range(demo.nodes)]
-    app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
+    try:
+        app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
+    except OSError as error:
+        raise TDPFedError(f"--out: cannot write to {str(demo.work)!r} ({error.strerror})") from None
     with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure) as federation:
         if demo.insecure:
             tell("INSECURE: no TLS and no node authentication, as asked for")
@@ -102,7 +113,10 @@ def node_settings(demo: Demo, number: int) -> dict[str, Any]:
     """Return what a node is told beside its number."""
     if demo.app is None:
         return {"data": str(demo.work.resolve() / f"node-{number}" / "data.npz")}
-    pairs = [pair.partition("=") for pair in shlex.split(demo.node_config)]
+    try:
+        pairs = [pair.partition("=") for pair in shlex.split(demo.node_config)]
+    except ValueError as error:
+        raise TDPFedError(f"--node-config: {demo.node_config!r} given, which cannot be read ({error})") from None
     if not all(name and equals for name, equals, _ in pairs):
         raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs with spaces between")
     return {name: _value(text) for name, _, text in pairs}
@@ -125,15 +139,19 @@ def follow(file: Path, running: Callable[[], bool], on_round: OnRound) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end things as Ctrl-C does, which works in the background, too."""
+    """Let SIGTERM and SIGHUP end things as Ctrl-C does, which works in the background, too; the first one counts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def stop(*_: object) -> None:
+        for number in signals:  # whatever is ended now is ended in peace
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in signals}
     try:
         yield
     finally:
@@ -143,14 +161,14 @@ def interruptible() -> Iterator[None]:
 
 def _digits_app(demo: Demo) -> tuple[Path, str]:
     """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
-    special = [setting for setting in demo.overrides if setting.startswith("flower.")]
+    special = [setting for setting in demo.overrides if _own_key(setting)]
     config = load_config("digits", [setting for setting in demo.settings if setting not in special])
     flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
     tables = as_run_config(config, flower)
     tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}, "data": {"name": "digits"}}
     for setting in special:
         key, _, text = setting.partition("=")
-        tables["flower"][key.removeprefix("flower.").strip()] = _value(text)
+        tables["flower"][key.strip().removeprefix("flower.")] = _value(text)
     read_settings(flat(tables))
     deal(config, demo)
     init_app(demo.work / "app", tables)
@@ -180,7 +198,23 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
             raise TDPFedError(f"--set: {key!r} does not stand in the app's pyproject.toml, and Flower changes no other")
     read_settings({**known, **given})
     demo.work.mkdir(parents=True, exist_ok=True)
-    return demo.app.resolve(), " ".join(f"{key}={json.dumps(value)}" for key, value in given.items())
+    return demo.app.resolve(), " ".join(f"{key}={_quoted(key, value)}" for key, value in given.items())
+
+
+def _own_key(setting: str) -> bool:
+    """Whether a setting is one that only deployments have."""
+    return setting.strip().startswith("flower.")
+
+
+def _quoted(key: str, value: Any) -> str:
+    """Return a value as ``flwr run --run-config`` reads it, which knows no escaped quotes."""
+    text = toml_value(value) if isinstance(value, list | tuple | dict) else value
+    if not isinstance(text, str):
+        return toml_value(value)
+    quote = '"' if '"' not in text and "\\" not in text else "'"
+    if quote in text or "\n" in text:
+        raise TDPFedError(f"--set: {key!r} is {text!r}, which Flower cannot be told: it holds both kinds of quotes")
+    return f"{quote}{text}{quote}"
 
 
 def _value(text: str) -> Any:
@@ -203,7 +237,11 @@ def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:
 
 
 def speed(rounds: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return rounds per minute, and which part of that time was spent in this package: server and slowest node."""
+    """Return rounds per minute, and which part of that time is this package's own.
+
+    That is what the server app did outside of calls to Flower, and the longest time that a node had a message in hand;
+    imports, PyTorch's above all, come before that and are not in it.
+    """
     whole = sum(line["train_seconds"] for line in rounds)
     own = sum(line["server_seconds"] + (line["client_seconds"] or 0.0) for line in rounds)
     return {

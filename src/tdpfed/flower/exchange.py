@@ -1,10 +1,12 @@
 """Messages out, replies back: each reply is fetched by itself, so that one that cannot be read costs only itself.
 
 Flower's own ``send_and_receive`` looks every three seconds and returns all or nothing; this one looks more often,
-hands replies on as they come, and stops at the deadline.
+hands replies on as they come, and stops at the deadline. Flower may wait for the parts of one reply for hours: a fetch
+has a thread of its own, the others are not kept waiting, and at the deadline it is left to itself.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -14,6 +16,9 @@ from flwr.serverapp import Grid
 
 LOOK = 0.1
 """Seconds between two looks for replies; with many nodes longer."""
+
+SLOW = 2.0
+"""Seconds that a fetch is waited for before the next one is begun beside it; less where several take long."""
 
 T = TypeVar("T")
 
@@ -45,14 +50,18 @@ class Exchange:
             else:
                 waiting[number] = client
         end = time.monotonic() + deadline
-        while waiting and time.monotonic() < end:
+        fetches: dict[str, _Fetch] = {}  # those that take long
+        more = True
+        while waiting and more:
+            more = time.monotonic() < end  # before the look: after the deadline there is one more, a short one
             for number, client in list(waiting.items()):
-                answer = self._fetch(number)
+                left = end + SLOW - time.monotonic()
+                answer = self._fetch(number, fetches, min(SLOW / (1 + len(fetches)), left)) if left > 0 else None
                 if answer is not None:
                     del waiting[number]
                     yield client, answer
-            if waiting:
-                self.pause(max(LOOK, 0.01 * len(waiting)))
+            if waiting and more:
+                self.pause(min(max(LOOK, 0.01 * len(waiting)), max(0.0, end - time.monotonic())))
         for client in waiting.values():
             yield client, f"no reply within {deadline:g} seconds"
 
@@ -64,16 +73,21 @@ class Exchange:
             return None
         return sent[0] if sent and sent[0] else None
 
-    def _fetch(self, number: str) -> Message | str | None:
-        try:
-            found = list(self._timed(lambda: self.grid.pull_messages([number])))
-        except Exception as error:  # a reply that Flower itself cannot read
-            return f"the reply cannot be read: {type(error).__name__}: {plain(str(error))}"
-        if not found:
+    def _fetch(self, number: str, fetches: "dict[str, _Fetch]", patience: float) -> Message | str | None:
+        """Return a reply or what is wrong with it; None where it is not there, or still on its way."""
+        if number not in fetches:
+            fetches[number] = _Fetch(self.grid, number)
+            self._timed(lambda: fetches[number].join(patience))
+        if fetches[number].is_alive():
             return None
-        if found[0].has_error():
-            return "failed: " + plain(found[0].error.reason or "no reason given")
-        return found[0]
+        done = fetches.pop(number)
+        if done.error is not None:  # a reply that Flower itself cannot read
+            return f"the reply cannot be read: {type(done.error).__name__}: {plain(str(done.error))}"
+        if not done.found:
+            return None
+        if done.found[0].has_error():
+            return "failed: " + plain(done.found[0].error.reason or "no reason given")
+        return done.found[0]
 
     def _timed(self, call: Callable[[], T]) -> T:
         began = time.perf_counter()
@@ -81,6 +95,24 @@ class Exchange:
             return call()
         finally:
             self.waited += time.perf_counter() - began
+
+
+class _Fetch(threading.Thread):
+    """One look for one reply; nobody has to wait for its end."""
+
+    def __init__(self, grid: Grid, number: str) -> None:
+        super().__init__(daemon=True)
+        self.grid, self.number = grid, number
+        self.found: list[Message] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Pull the reply, if it is there."""
+        try:
+            self.found = list(self.grid.pull_messages([self.number]))
+        except Exception as error:  # whatever Flower raises
+            self.error = error
 
 
 def plain(text: str, most: int = 400) -> str:

@@ -5,6 +5,7 @@ for updates or installs anything.
 """
 
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -43,7 +44,7 @@ class LocalFederation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.processes.stop()
+        self.processes.__exit__(None, None, None)
 
     @property
     def keys(self) -> Path:
@@ -89,10 +90,13 @@ class LocalFederation:
             for k in range(0 if self.insecure else self.nodes)
         ]
         for command in commands:
-            done = subprocess.run(
-                command, env=self.environment("server"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                check=False,
-            )  # fmt: skip
+            try:
+                done = subprocess.run(
+                    command, env=self.environment("server"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                    check=False, timeout=START,
+                )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                raise TDPFedError(f"SuperLink: no answer within {START:g} seconds to {shlex.join(command)}") from None
             if done.returncode:
                 raise TDPFedError(f"SuperLink: cannot register {command[3]!r}: {done.stdout} {done.stderr}")
 

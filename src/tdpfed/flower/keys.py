@@ -5,7 +5,6 @@ it. A real federation has its certificates from its own authority and lets every
 """
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tdpfed.errors import TDPFedError
+from tdpfed.flower.files import write_folder
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -35,7 +35,7 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str] = (), days: int = 3
         files[f"node-{number}.pub"] = key.public_key().public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         ) + b"\n"  # fmt: skip
-    return _write(folder, files)
+    return write_folder(folder, files, mode=0o700, private=".key")
 
 
 def _authority_and_server(names: list[x509.GeneralName], days: int) -> dict[str, bytes]:
@@ -99,18 +99,3 @@ def _names(hosts: Sequence[str]) -> list[x509.GeneralName]:
 
 def _plain(label: str) -> bool:
     return label.replace("-", "").isalnum() and label[0] != "-" != label[-1]
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> list[Path]:
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise TDPFedError(f"DIR: {str(folder)!r} is already there and not empty; give a new or empty folder")
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name, content in files.items():
-            mode = 0o600 if name.endswith(".key") else 0o644
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-    except OSError as error:
-        raise TDPFedError(f"DIR: cannot write to {str(folder)!r} ({error.strerror})") from None
-    return [folder / name for name in files]

@@ -18,7 +18,7 @@ from tdpfed.config import Config
 from tdpfed.engine.sampling import Stream, batch_indices, key
 from tdpfed.errors import TDPFedError
 from tdpfed.experiment import SMALL
-from tdpfed.flower.private import PrivateStore, state_folder
+from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
 from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
 from tdpfed.objective import Batch, Objective
@@ -144,14 +144,17 @@ class Node:
         if algorithm.communicates:
             sent = side.broadcast(side.server, round_, self.client)
             message = self._received(wire, sent, {name: algorithm.layouts[name] for name in sent}, round_)
-        store = PrivateStore(state_folder(self.node_config, fields.get("run"), self.client))
-        kept = store.before(round_, session)
-        private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
-        private, upload, metrics = algorithm.update(message, private, self._batches(turn), self._gradient, turn)
-        if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
-            rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
-            raise TDPFedError(f"round {round_}: loss or parameters are not finite; lower the learning rates ({rates})")
-        store.save(round_, session, private, settled)
+        store = self._store(fields)
+        with store.locked():
+            kept = store.before(round_, session)
+            private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
+            private, upload, metrics = algorithm.update(message, private, self._batches(turn), self._gradient, turn)
+            if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
+                rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
+                raise TDPFedError(
+                    f"round {round_}: loss or parameters are not finite; lower the learning rates ({rates})"
+                )
+            store.save(round_, session, private, settled)
         found: Metrics = {"loss": float(metrics["loss"])}
         if fields.get("evaluate"):
             found |= self._score("local", algorithm.local_model(private, upload))
@@ -165,8 +168,7 @@ class Node:
     def evaluate(self, fields: Fields, wire: Wire) -> Metrics:
         """Score this client's personalised model and the global one on its own test samples."""
         round_, side = _count(fields, "round"), self.side
-        store = PrivateStore(state_folder(self.node_config, fields.get("run"), self.client))
-        kept = store.upto(round_)
+        kept = self._store(fields).upto(round_)
         private = side.algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
         found = self._score("personalized", side.algorithm.personalized(private))
         if side.algorithm.global_model(side.server) is not None:
@@ -175,6 +177,10 @@ class Node:
             assert shipped is not None
             found |= self._score("global", shipped)
         return found
+
+    def _store(self, fields: Fields) -> PrivateStore:
+        folder = state_folder(self.node_config, fields.get("run"), self.client)
+        return PrivateStore(folder, starts_of(fields.get("starts")))
 
     def _received(self, wire: Wire, sent: State, layouts: Layouts, round_: int) -> State:
         """Return what came down, which must have the form of ``sent``."""

@@ -33,7 +33,11 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
         """Start a process whose output goes to ``NAME.log``; one of that name must not run."""
@@ -66,10 +70,12 @@ class Processes:
     def stop(self) -> None:
         """End all processes, politely first, and whatever they have started."""
         for how, patience in ((signal.SIGTERM, self.patience), (signal.SIGKILL, 2.0)):
-            for pid in self.alive():
-                _signal(pid, how)
-            end = time.monotonic() + patience
-            while self.alive() and time.monotonic() < end:
+            end, told = time.monotonic() + patience, set[int]()
+            while (alive := self.alive()) and time.monotonic() < end:
+                for pid in alive:  # those that were started meanwhile, too
+                    if pid not in told:
+                        _signal(pid, how)
+                told.update(alive)
                 time.sleep(0.1)
         for process in self.running.values():
             process.wait()

@@ -1,12 +1,15 @@
 """The server half of an app: a run folder, a checkpoint to start from, rounds until the end."""
 
+import fcntl
 import json
 import logging
+import os
 import platform
 import secrets
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from tdpfed.engine.checkpoint import Checkpoints, Snapshot
 from tdpfed.engine.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
 from tdpfed.engine.records import Record
 from tdpfed.engine.store import Store
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, read_settings
@@ -33,6 +36,8 @@ from tdpfed.wire import encoded_size
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
 GLOBAL = "global.safetensors"
+ALONE = 20.0
+"""Seconds to wait for the run folder: a server app whose SuperLink was killed takes a moment to end."""
 
 log = logging.getLogger("flwr")
 
@@ -60,46 +65,86 @@ def run_server(task: Task, grid: Grid, run_config: Mapping[str, Any]) -> dict[st
     config, flower = read_settings(run_config)
     if flower.insecure:
         log.warning("tdpfed: INSECURE: no TLS, no node authentication; anybody may join, read and change messages")
-    server = _Server(task, config, flower)
+    with _alone(Path(flower.out).expanduser()) as path:
+        server = _Server(task, config, flower, path)
+        try:
+            server.run(Exchange(grid))
+        except BaseException as error:
+            server.end("failed" if isinstance(error, Exception) else "interrupted", str(error))
+            raise
+        return server.end("finished")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[Path]:
+    """Make the run folder, and be the only one that writes to it; the folder itself is the lock."""
     try:
-        server.run(Exchange(grid))
-    except BaseException as error:
-        server.end("failed" if isinstance(error, Exception) else "interrupted", str(error))
-        raise
-    return server.end("finished")
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise TDPFedError(f"flower.out: cannot write to {str(path)!r} ({error.strerror})") from None
+    try:
+        end = time.monotonic() + ALONE
+        while not _lock(descriptor):
+            if time.monotonic() > end:
+                raise TDPFedError(f"flower.out: another server app runs in {str(path)!r}; give another folder")
+            time.sleep(0.2)
+        yield path
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 class _Server:
     """A run on the server's disk, and the strategy that advances it."""
 
-    def __init__(self, task: Task, config: Config, flower: Flower) -> None:
+    def __init__(self, task: Task, config: Config, flower: Flower, path: Path) -> None:
         torch.set_num_threads(1 if config.run.threads == "auto" else config.run.threads)
         Loggers.check(config)
         side = Side.of(task, config, torch.device("cpu"))
-        self.config, self.path = config, Path(flower.out).expanduser()
+        self.config, self.path = config, path
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
         self.records: list[Record] = []
-        self.folder, run, session = self._open()
-        self.strategy = Strategy(side, flower, run, session, lambda text: log.info("tdpfed: %s", text))
+        self.folder, run, starts = self._open(flower.nodes)
+        self.strategy = Strategy(side, flower, run, starts, lambda text: log.info("tdpfed: %s", text))
         self._resume()
         self.loggers = Loggers(config, self.path)
         self.began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
-        _replace(self.path / SESSION, {"run": run, "session": session, "folder": str(self.path.resolve())})
+        known = {"run": run, "starts": self.strategy.starts, "nodes": flower.nodes, "folder": str(path.resolve())}
+        self.folder.write(SESSION, json.dumps(known) + "\n")
 
-    def _open(self) -> tuple[RunFolder, str, int]:
-        """Return the folder, new or of a run that was begun; the run's name on the nodes; and which start this is."""
+    def _open(self, nodes: int) -> tuple[RunFolder, str, list[int]]:
+        """Return the folder, new or of a run that was begun; the run's name on the nodes; and where it was started."""
         text = to_toml(self.config)
         if not (self.path / CONFIG).exists():
-            return RunFolder.create(self.path, text), secrets.token_hex(8), 1
+            return RunFolder.create(self.path, text), secrets.token_hex(8), [0]
         folder, before = RunFolder.open(self.path)
-        _check_same(parse_config(tomllib.loads(before)), self.config, self.path)
+        try:
+            _check_same(parse_config(tomllib.loads(before)), self.config, self.path)
+        except tomllib.TOMLDecodeError as error:
+            raise TDPFedError(f"flower.out: {str(self.path / CONFIG)!r} is damaged ({error})") from None
+        session = str(self.path / SESSION)
         try:
             known = json.loads((self.path / SESSION).read_text(encoding="utf-8"))
-            return folder, str(known["run"]), int(known["session"]) + 1
-        except FileNotFoundError:  # killed before anything had begun
-            return folder, secrets.token_hex(8), 1
+            run, starts, had = str(known["run"]), [*map(int, known["starts"]), 0], int(known["nodes"])
+        except FileNotFoundError:
+            if self.checkpoints.rounds():
+                raise TDPFedError(f"flower.out: {session!r} is gone, by which nodes know the run") from None
+            return folder, secrets.token_hex(8), [0]  # killed before anything had begun
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TDPFedError(f"flower.out: {str(self.path / SESSION)!r} is damaged ({error})") from None
+            raise TDPFedError(f"flower.out: {session!r} is damaged ({error})") from None
+        if had != nodes:
+            raise TDPFedError(
+                f"flower.nodes: {nodes} given, must be {had} as in the run that flower.out {str(self.path)!r} holds"
+            )
+        return folder, run, starts
 
     def _resume(self) -> None:
         found = self.checkpoints.load()
@@ -109,6 +154,7 @@ class _Server:
                 if snapshot.meta.get(name) != mine:
                     raise TDPFedError(f"checkpoint: {name} {snapshot.meta.get(name)!r} saved, must be {mine!r}")
             self.strategy.restore(snapshot.round, snapshot.server, snapshot.meta)
+            self.strategy.settled = min(self.checkpoints.rounds(), default=0)
             for warning in warnings:
                 log.warning("tdpfed: %s", warning)
             log.info("tdpfed: going on from round %d", snapshot.round)
@@ -117,7 +163,7 @@ class _Server:
                 f"flower.out: the run in {str(self.path)!r} has its {self.strategy.round} rounds; "
                 "give another folder, or more run.rounds"
             )
-        self.records = self.folder.rewind(self.strategy.round)
+        self.records = self.folder.rewind(self.strategy.round, ROUNDS)
 
     def run(self, exchange: Exchange) -> None:
         """Advance to the last round."""
@@ -127,7 +173,13 @@ class _Server:
             began, waited = time.perf_counter(), exchange.waited
             number = strategy.round + 1
             due = number == last or number % self.config.run.evaluate_every == 0
-            outcome = strategy.step(exchange, due)
+            if not self.config.checkpoint.every:
+                strategy.settled = strategy.round  # there is nothing to fall back to
+            try:
+                outcome = strategy.step(exchange, due)
+            except QuorumError:
+                self.folder.refuse(number, strategy.refused)
+                raise
             seconds = time.perf_counter() - began
             if due:
                 self._record(outcome, strategy.evaluate(exchange))
@@ -141,7 +193,7 @@ class _Server:
     def _save(self) -> None:
         meta = {"algorithm": self.config.algorithm["name"], "seed": self.config.run.seed, **self.strategy.state()}
         self.checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
-        self.strategy.settled = self.strategy.round
+        self.strategy.settled = min(self.checkpoints.rounds(), default=0)
 
     def _record(self, outcome: Outcome, scores: dict[int, Metrics]) -> None:
         strategy, losses = self.strategy, [m["loss"] for m in outcome.metrics.values() if "loss" in m]
@@ -244,9 +296,3 @@ def _check_same(before: Config, now: Config, path: Path) -> None:
                     f"{key}: {new[section].get(name)!r} given, must be {value!r} as in the run that "
                     f"flower.out {str(path)!r} holds; give another folder for another run"
                 )
-
-
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(value) + "\n", encoding="utf-8")
-    part.replace(path)

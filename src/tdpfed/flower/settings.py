@@ -27,6 +27,12 @@ class Flower(Section):
         600.0, gt=0, description="seconds to wait for all nodes at the start, and for those a round cannot do without"
     )
     deadline: float = Field(600.0, gt=0, description="seconds a round waits for replies")
+    max_samples: int = Field(
+        100_000, ge=1, lt=2**40, description="most samples that a node may say it has: they are its weight"
+    )
+    samples: list[int] | None = Field(
+        None, description="training samples of each client, where the operator knows them; a node must say the same"
+    )
     out: str = Field(
         "runs/flower", min_length=1, description="run folder on the server; one that was begun is gone on with"
     )
@@ -41,6 +47,9 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("robust.attack", None, "left out: attackers are for simulation"),
     ("run.precision", "float32", "'float32': nodes compute in it"),
     ("run.diagnostics_every", 0, "0: the server does not see what they are made of"),
+    ("run.seeds", 1, "1: a deployment is one run"),
+    ("run.evaluate_clients", None, "left out: all nodes that are there evaluate"),
+    ("engine.state", "auto", "left out: every node keeps its own state, under its state-dir"),
     ("privacy.clip", None, "left out: every node knows the seed, and with it the noise"),
     ("privacy.noise", None, "left out: every node knows the seed, and with it the noise"),
 )
@@ -68,6 +77,11 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
         if given != allowed:
             raise TDPFedError(f"{key}: {given!r} given, must be {why}")
     _refuse_secure_aggregation(config, flower)
+    if flower.samples is not None and (len(flower.samples) != flower.nodes or min(flower.samples) < 1):
+        raise TDPFedError(
+            f"flower.samples: {flower.samples!r} given, must be a number of at least 1 for each of the "
+            f"{flower.nodes} nodes"
+        )
     participation = Participation(**config.participation.model_dump())
     check_settings(config.run.seed, "loop", None, "float32", participation, rule_of(config), flower.nodes)
     return config, flower
@@ -107,7 +121,7 @@ def _refuse_secure_aggregation(config: Config, flower: Flower) -> None:
     else:
         why = (
             "the average would fit, but Flower's SecAgg+ works only with its older client and strategy interface, "
-            "takes the weights that clients declare and bypasses the gate"
+            "lets a client scale its own vector by a weight that nobody checks and bypasses the gate"
         )
     raise TDPFedError(f"flower.secure_aggregation: True given, must be False: {why} (docs/deployment.md)")
 

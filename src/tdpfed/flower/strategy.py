@@ -5,7 +5,7 @@ gave when they first came, and every reply passes the gate of :mod:`tdpfed.wire`
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,15 @@ from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_siz
 
 RETRY = 3.0
 """Seconds between looks for nodes that are missing."""
+
+HELLO = 120.0
+"""Seconds that a node may take to say who it is, where ``flower.deadline`` is not shorter."""
+
+AGAIN, SELDOM = 5.0, 600.0
+"""Seconds until a node that did not answer is asked again: so long at first, then twice as long, at most the last."""
+
+LARGEST = 1e30
+"""Bound on a loss that a node reports: sums of it are finite."""
 
 SLACK = 64
 """Bytes by which a header with wrong numbers may be longer than the right one: it is refused for the numbers."""
@@ -54,8 +63,10 @@ class Outcome:
 class Strategy:
     """A federation in progress: the server's state, its members, and what advances it by a round."""
 
-    def __init__(self, side: Side, flower: Flower, run: str, session: int, tell: Callable[[str], None]) -> None:
-        self.side, self.flower, self.run, self.session, self.tell = side, flower, run, session, tell
+    def __init__(
+        self, side: Side, flower: Flower, run: str, starts: Sequence[int], tell: Callable[[str], None]
+    ) -> None:
+        self.side, self.flower, self.run, self.starts, self.tell = side, flower, run, tuple(starts), tell
         self.server: State = side.server
         self.round, self.settled = 0, 0
         self.members: dict[int, Member] = {}
@@ -64,7 +75,10 @@ class Strategy:
         self.participation = Participation(**config.participation.model_dump())
         self.needed = max(1, self.participation.quorum)
         self.uplink = Uplink(side.algorithm, flower.nodes, config.run.seed, config.wire.codec, rule_of(config), None)
+        self.refused: list[Rejected] = []  # in the round that is tried
         self._turned_away: set[int] = set()
+        self._silent: dict[int, tuple[int, float]] = {}  # of nodes that did not answer: how often, when to ask again
+        self._claims: dict[int, int] = {}  # by nodes turned away: which client, whose own node is not there
 
     def gather(self, exchange: Exchange) -> None:
         """Wait until all clients have come; when the time is up, as many as a round needs will do."""
@@ -83,23 +97,47 @@ class Strategy:
         """Ask nodes that have not been met who they are."""
         online = exchange.online()
         self._turned_away &= online  # one that was restarted may try again
-        known = {member.node for member in self.members.values()} | self._turned_away
+        self._silent = {node: told for node, told in self._silent.items() if node in online}
+        late = {node for node, (_, when) in self._silent.items() if time.monotonic() < when}
+        known = {member.node for member in self.members.values()} | self._turned_away | late
         new = {node: self._request("query", node, {}, None) for node in online - known}
-        for node, answer in exchange.ask(new, self.flower.deadline):
+        for node, answer in exchange.ask(new, min(HELLO, self.flower.deadline)):
+            if isinstance(answer, str):
+                times = self._silent.get(node, (0, 0.0))[0] + 1
+                self._silent[node] = times, time.monotonic() + min(SELDOM, AGAIN * 2 ** min(times - 1, 10))
+                self.tell(f"node {node} does not say who it is, and will be asked again: {answer}")
+                continue
+            self._silent.pop(node, None)
             try:
                 self._admit(node, answer, online)
             except TDPFedError as error:
                 self._turned_away.add(node)
                 self.tell(f"node {node} is turned away: {error}")
+        self._check_claims(online)
 
-    def _admit(self, node: int, answer: Message | str, online: set[int]) -> None:
-        if isinstance(answer, str):
-            raise TDPFedError(answer)
+    def _check_claims(self, online: set[int]) -> None:
+        """Stop where a run that goes on cannot: its clients are there, but as nodes that are not those of before."""
+        here = sum(member.node in online for member in self.members.values())
+        claims = {k: node for k, node in self._claims.items() if node in online and self.members[k].node not in online}
+        if self.starts[-1] and claims and here < self.needed:
+            told = ", ".join(f"{k} (was {self.members[k].node}, now {node})" for k, node in sorted(claims.items()))
+            raise TDPFedError(
+                f"flower.out: the run was begun with other nodes; clients have new node ids: {told}. A node has the id "
+                "of before with its key of before and the SuperLink's --database of before; or give another folder"
+            )
+
+    def _admit(self, node: int, answer: Message, online: set[int]) -> None:
         fields = envelope.fields_of(answer)
         numbers = [fields.get(name) for name in ("client", "samples", "tests")]
         client, samples, tests = (value if type(value) is int else -1 for value in numbers)
-        if not 0 <= client < self.flower.nodes or not 0 < samples < 2**40 or not 0 <= tests < 2**40:
-            raise TDPFedError(f"client, samples, tests: {numbers} given, must be whole numbers in their range")
+        most, known = self.flower.max_samples, self.flower.samples
+        if not 0 <= client < self.flower.nodes or not 0 < samples <= most or not 0 <= tests <= most:
+            raise TDPFedError(
+                f"client, samples, tests: {numbers} given, must be whole numbers, a client below {self.flower.nodes} "
+                f"and samples up to {most}, which is flower.max_samples"
+            )
+        if known is not None and samples != known[client]:
+            raise TDPFedError(f"samples: {samples} given, must be {known[client]} as in flower.samples")
         model = self.side.objective.layout.hash
         if fields.get("model") != model:
             given = str(fields.get("model"))[:64]
@@ -107,31 +145,33 @@ class Strategy:
         before = self.members.get(client)
         moved = before is not None and self.flower.insecure and before.node not in online
         if before is not None and (not moved or (before.samples, before.tests) != (samples, tests)):
+            if before.node not in online:
+                self._claims[client] = node
             raise TDPFedError(f"partition-id: {client} given, which node {before.node} has already")
         self.members[client] = Member(node, samples, tests)
         self.tell(f"client {client} is node {node}, with {samples} samples")
 
     def step(self, exchange: Exchange, evaluate: bool) -> Outcome:
         """Run one round; it counts when enough uploads were accepted, and is repeated or stops the run otherwise."""
-        refused: list[Rejected] = []
+        self.refused = []
         uploads: dict[int, State] = {}
         for attempt in range(self.participation.attempts):
             if attempt:
                 exchange.pause(RETRY)
             self._await(exchange, attempt)
             replies, uploads, outcome = self._attempt(exchange, attempt, evaluate)
-            refused += outcome.refused
+            self.refused += outcome.refused
             count = len(uploads) if self.side.algorithm.communicates else len(replies)
             if count >= self.needed and self.uplink.rule.enough(count):
                 self._aggregate(uploads)
                 self.round += 1
-                return replace(outcome, refused=refused)
+                return replace(outcome, refused=self.refused)
             for client, reason in outcome.lost.items():
                 self.tell(f"round {self.round + 1}: client {client}: {reason}")
             if self.participation.below_quorum == "stop":
                 break
         asked = replace(self.participation, quorum=self.needed)
-        raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, refused)
+        raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, self.refused)
 
     def _await(self, exchange: Exchange, attempt: int) -> None:
         """Wait where too few nodes are there for the round: nobody trains in vain. After a while try all the same."""
@@ -237,9 +277,15 @@ class Strategy:
         return state, Turn(self.side.config.run.seed, self.round + 1, torch.tensor(clients))
 
     def _metrics(self, client: int, answer: Message) -> Metrics:
-        """Return a client's metrics; right answers are at most its test samples."""
-        found, most = envelope.metrics_of(answer), self.members[client].tests
-        return {k: min(max(v, 0), most) if k.endswith("_correct") else v for k, v in found.items()}
+        """Return a client's metrics within bounds: right answers are at most its test samples."""
+        tests = self.members[client].tests
+
+        def bounds(name: str) -> tuple[float, float]:
+            if name.endswith("_correct"):
+                return 0, tests
+            return (0.0, self.flower.deadline) if name == "seconds" else (-LARGEST, LARGEST)
+
+        return {k: min(max(v, bounds(k)[0]), bounds(k)[1]) for k, v in envelope.metrics_of(answer).items()}
 
     def _present(self, exchange: Exchange, clients: Any) -> dict[int, Member]:
         online = exchange.online()
@@ -257,22 +303,30 @@ class Strategy:
         )  # fmt: skip
 
     def _request(self, kind: str, node: int, fields: Mapping[str, envelope.Plain], wire: bytes | None) -> Message:
-        told = {"run": self.run, "session": self.session, **fields}
+        starts = ",".join(map(str, self.starts))
+        told = {"run": self.run, "session": len(self.starts), "starts": starts, **fields}
         return envelope.request(kind, node, told, wire, self.flower.deadline)
 
     def state(self) -> dict[str, Any]:
         """Return what a restarted server needs beside the tensors, as plain values."""
         members = {str(client): asdict(member) for client, member in sorted(self.members.items())}
-        return {"members": members, "ledger": asdict(self.ledger)}
+        return {"members": members, "ledger": asdict(self.ledger), "run": self.run, "nodes": self.flower.nodes}
 
     def restore(self, round_: int, server: State, meta: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint of the same run."""
+        for name, mine in (("run", self.run), ("nodes", self.flower.nodes)):
+            if meta.get(name) != mine:
+                raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r}")
         shapes = [{name: value.shape for name, value in state.items()} for state in (server, self.server)]
         if shapes[0] != shapes[1]:
             raise TDPFedError(f"checkpoint: server state {shapes[0]} saved, must be {shapes[1]} as in this run")
         self.server = {name: value.clone() for name, value in server.items()}
-        self.members = {int(client): Member(**member) for client, member in meta["members"].items()}
-        self.ledger, self.round, self.settled = Ledger(**meta["ledger"]), round_, round_
+        try:
+            self.members = {int(client): Member(**member) for client, member in meta["members"].items()}
+            self.ledger = Ledger(**meta["ledger"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TDPFedError(f"checkpoint: its members or ledger cannot be read ({error!r})") from None
+        self.round, self.starts = round_, (*self.starts[:-1], round_)
 
 
 def _of(client: int, refusal: Rejected) -> Rejected:

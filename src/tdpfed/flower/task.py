@@ -73,8 +73,12 @@ def data_of(task: Task, node_config: Mapping[str, Any], device: torch.device) ->
             raise TDPFedError(f"task.load: {shapes} returned, must be one label for each sample")
         if not bool(inputs.isfinite().all()):
             raise TDPFedError(f"task.load: x_{part} holds NaN or infinite values, must be finite")
+    if len(x_test) and x_test.shape[1:] != x.shape[1:]:
+        shapes = f"x_train {tuple(x.shape)} and x_test {tuple(x_test.shape)}"
+        raise TDPFedError(f"task.load: {shapes} returned, must be samples of the same shape")
     if not len(x):
         raise TDPFedError("task.load: no training samples returned, must be at least 1")
+    y, y_test = (labels if labels.is_floating_point() else labels.long() for labels in (y, y_test))
     return NodeData(x.float().to(device), y.to(device), x_test.float().to(device), y_test.to(device))
 
 
