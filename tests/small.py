@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation
 from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.store import Store
 
 SHAPE, CLASSES = (1, 6, 6), 3
 
@@ -112,3 +113,11 @@ def equal(left: Simulation, right: Simulation) -> bool:
 def carries(total: int, messages: int, values: int) -> bool:
     """Whether ``total`` bytes are so many messages of so many float32 values, with a header each."""
     return messages * 4 * values <= total <= messages * (4 * values + 700)
+
+
+def store(values: dict[str, Tensor]) -> Store:
+    """Return a store of given rows, all of them in use."""
+    start = {name: value.new_zeros(value.shape[1:]) for name, value in values.items()}
+    made = Store(start, len(next(iter(values.values()), ())))
+    made.put(torch.arange(made.clients), values)
+    return made

@@ -20,16 +20,6 @@ def test_contraction_is_the_sum_of_the_product(shape: tuple[int, ...], dim: int)
     torch.testing.assert_close(kernels.contract(partial, other, dim).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_permutation_is_the_one_of_the_cpu() -> None:
-    from tdpfed.engine.sampling import Stream, key, permute
-
-    size = torch.tensor([1, 2, 3, 80, 81, 82, 1000, 12345])[:, None]
-    index = torch.arange(3000)[None] % size
-    bits = key(5, Stream.BATCH, torch.arange(len(size))[:, None])
-    ours = permute(index.cuda(), size.cuda(), bits.cuda()).cpu()
-    assert torch.equal(ours, permute(index, size, bits))
-
-
 def test_khatri_rao_is_the_column_wise_product() -> None:
     from tdpfed import kernels
 

@@ -6,7 +6,7 @@ tables: settings that count only when that method is chosen, so that one file se
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -295,16 +295,21 @@ def _overridden(values: dict[str, Any], overrides: list[str] | None) -> dict[str
     return values
 
 
+def table_at(values: dict[str, Any], sections: Sequence[str], given: str) -> dict[str, Any]:
+    """Return the table below nested ``values`` that a key belongs into, made where there is none."""
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise TDPFedError(f"{given} goes below a single value, must be section.key=value")
+    return values
+
+
 def _override(values: dict[str, Any], text: str) -> None:
     key, equals, raw = text.partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not sections or not all((*sections, name)):
         raise TDPFedError(f"--set: {text!r} given, must be section.key=value, as in run.rounds=60")
-    table = values
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise TDPFedError(f"--set: {key.strip()!r} goes below a single value, must be section.key=value")
+    table = table_at(values, sections, f"--set: {key.strip()!r}")
     try:
         table[name] = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:

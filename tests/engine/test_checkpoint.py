@@ -40,7 +40,7 @@ def history(clients: int = 12, few: int = 2, width: int = 3, seed: int = 0) -> I
         theta[changed] = torch.randn(few, width, generator=random)
         server = {"w": torch.randn(2, generator=random), "count": torch.tensor(number)}
         meta = {"text": "a = 1\n", "seconds": number / 7}
-        yield Snapshot(number, server, Store.of({"theta": theta.clone()}), meta), changed
+        yield Snapshot(number, server, small.store({"theta": theta.clone()}), meta), changed
 
 
 def states(count: int, **options: int) -> list[tuple[Snapshot, Tensor]]:
@@ -106,7 +106,7 @@ def test_every_dtype_and_shape_survives_whole_and_by_rows(tmp_path: Path) -> Non
         private = {name: value.clone() for name, value in private.items()}
         for value in private.values():
             value[ids[0]], value[ids[1]] = value[5].clone(), value[ids[0]].clone()
-        snapshot = Snapshot(number, server, Store.of(private), meta)
+        snapshot = Snapshot(number, server, small.store(private), meta)
         checkpoints.save(snapshot, ids)
         assert same(loaded(tmp_path / "a" / "b"), snapshot)
         files.add(len(needs(tmp_path / "a" / "b", number)))
@@ -117,7 +117,7 @@ def test_every_dtype_and_shape_survives_whole_and_by_rows(tmp_path: Path) -> Non
 def test_few_or_no_clients_and_an_empty_server(tmp_path: Path, private: dict[str, Tensor]) -> None:
     checkpoints = Checkpoints(tmp_path)
     for number in range(5):
-        snapshot = Snapshot(number, {}, Store.of(private), {})
+        snapshot = Snapshot(number, {}, small.store(private), {})
         checkpoints.save(snapshot, torch.arange(0))
         assert same(loaded(tmp_path), snapshot)
 
@@ -199,7 +199,7 @@ def test_restored_runs_share_nothing(tmp_path: Path) -> None:
 
 
 def changed(snapshot: Snapshot, change: Callable[[State], State]) -> Store:
-    return Store.of(change(snapshot.private.rows(torch.arange(snapshot.private.clients))))
+    return small.store(change(snapshot.private.rows(torch.arange(snapshot.private.clients))))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_rows_that_vanish_while_the_run_goes_on_are_written_again(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 3}, "has format 3, this version reads 1 and 2"),
+        ({"format": 3}, "has format 3, this version reads 2"),
         ({"server": {"name": "../secret", "size": 1, "sha256": ""}}, "'../secret' is no file of a checkpoint"),
         ({"server": {"name": ["x"], "size": 1, "sha256": ""}}, "does not fit"),
         ({"server": 3}, "does not fit"),

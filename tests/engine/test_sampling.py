@@ -154,3 +154,12 @@ def test_uniform_is_uniform_and_neighbours_are_unrelated() -> None:
     for lag in (1, 2, 16):
         pair = torch.stack([draws[:-lag], draws[lag:]])
         assert abs(float(pair.corrcoef()[0, 1])) < 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_permutation_is_the_one_of_the_cpu() -> None:
+    size = torch.tensor([1, 2, 3, 80, 81, 82, 1000, 12345])[:, None]
+    index = torch.arange(3000)[None] % size
+    bits = key(5, Stream.BATCH, torch.arange(len(size))[:, None])
+    ours = permute(index.cuda(), size.cuda(), bits.cuda()).cpu()
+    assert torch.equal(ours, permute(index, size, bits))

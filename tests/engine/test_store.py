@@ -15,7 +15,7 @@ import small
 from tdpfed import Participation
 from tdpfed.config import load_config
 from tdpfed.engine import store as module
-from tdpfed.engine.checkpoint import FORMAT, Checkpoints, Snapshot, restore, snapshot_of
+from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.result import simulate
 from tdpfed.engine.simulate import Simulation
@@ -231,18 +231,6 @@ def test_large_layers_are_several_files(tmp_path: Path, monkeypatch: pytest.Monk
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TDPFedError, match=r"none in .* is good; .*-private-1\.safetensors"):
         Checkpoints(tmp_path / "many").load()
-
-
-def test_checkpoints_of_the_first_format_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theta = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    snapshot = Snapshot(4, {"w": torch.ones(2)}, Store.of({"theta": theta}), {"seed": 0})
-    monkeypatch.setattr("tdpfed.engine.checkpoint.FORMAT", 1)
-    Checkpoints(tmp_path).save(snapshot, None)
-    assert FORMAT == 2
-    found = Checkpoints(tmp_path).load()
-    assert found is not None
-    assert torch.equal(found[0].private.rows(torch.arange(6))["theta"], theta)
-    assert found[0].server.keys() == {"w"}
 
 
 @contextmanager

@@ -30,6 +30,21 @@ QUICK = ("algorithm.name=fedavg", "algorithms.fedavg.tau=2")
 Tamper = Callable[[Message], Message | None]
 
 
+class Killed(BaseException):
+    """What ends a server in the middle of a round."""
+
+
+def stop_at(round_: int) -> Tamper:
+    """Return what kills the server when the first reply of a round is looked at."""
+
+    def tamper(message: Message) -> Message:
+        if message.metadata.group_id == str(round_):
+            raise Killed
+        return message
+
+    return tamper
+
+
 class DigitsTask:
     """The digits of a simulation's federation, dealt as there."""
 

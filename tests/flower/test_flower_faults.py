@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 import torch
-from fake import NODES, QUICK, Case, FakeGrid, simulated, worst, worst_between
+from fake import NODES, QUICK, Case, FakeGrid, Killed, simulated, stop_at, worst, worst_between
 from flwr.app import Message, MetricRecord
 
 from tdpfed.errors import QuorumError, TDPFedError
@@ -22,19 +22,6 @@ from tdpfed.flower.node import Node
 from tdpfed.flower.server_app import _alone
 
 PERSONAL = ("algorithm.name=tdpfed", "algorithm.keep_theta=true", "run.rounds=4")
-
-
-class Killed(BaseException):
-    """What ends a server in the middle of a round."""
-
-
-def stop_at(round_: int) -> Any:
-    def tamper(message: Message) -> Message:
-        if message.metadata.group_id == str(round_):
-            raise Killed
-        return message
-
-    return tamper
 
 
 # -- what a node says of itself ----------------------------------------------------------------------------------------

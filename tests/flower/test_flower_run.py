@@ -11,7 +11,20 @@ import pytest
 pytest.importorskip("flwr", reason="the extra 'flower' is not installed")
 
 import torch
-from fake import NODES, QUICK, Case, FakeGrid, bytes_of, digits, run_config, simulated, worst, worst_between
+from fake import (
+    NODES,
+    QUICK,
+    Case,
+    FakeGrid,
+    Killed,
+    bytes_of,
+    digits,
+    run_config,
+    simulated,
+    stop_at,
+    worst,
+    worst_between,
+)
 from flwr.app import Array, ArrayRecord, Message
 
 from tdpfed.config import Config
@@ -406,19 +419,6 @@ def test_metrics_are_bounded_and_never_stop_a_run(tmp_path: Path) -> None:
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """What ends a server in the middle of a round."""
-
-
-def stop_at(round_: int) -> Any:
-    def tamper(message: Message) -> Message:
-        if message.metadata.group_id == str(round_):
-            raise Killed
-        return message
-
-    return tamper
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -52,6 +52,9 @@ def _options(
     ] = False,
 ) -> None:
     del version
-    several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
-    if several and context.invoked_subcommand != "run":
+    if "TORCHELASTIC_RUN_ID" not in os.environ or context.invoked_subcommand == "run":
+        return
+    from tdpfed.engine.ranks import under_torchrun
+
+    if under_torchrun():
         raise TDPFedError(f"torchrun: {context.invoked_subcommand!r} given, in several processes only 'run' works")

@@ -32,7 +32,7 @@ from tdpfed.engine.simulate import Simulation
 from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError
 
-FORMAT, READS = 2, (1, 2)  # of the first, every pile has all clients at its bottom
+FORMAT = 2
 FILE_BYTES = 1 << 27
 """Rows that go into one file, and are in memory once more while it is written or read."""
 
@@ -235,19 +235,15 @@ class Checkpoints:
             server = _File(**body["server"])
             state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
             start = {name: state.pop(f"start.{name}") for name in _after("start.", state)}
-            private = make(start, body["clients"]) if body["format"] > 1 else None
+            private = make(start, body["clients"])
             layers: dict[str, tuple[tuple[_File, ...], Tensor]] = {}
             for file in (_File(**entry) for entry in body["private"]):
                 some = from_bytes(self._checked(file))
                 ids, rows = some.pop("ids"), {name: some[f"private.{name}"] for name in _after("private.", some)}
-                if private is None:
-                    private = make({name: value[0].to(device) for name, value in rows.items()}, len(ids))
                 private.put(ids, rows)
                 number = file.name.partition("-")[0]
                 files, known = layers.get(number, ((), ids[:0]))
                 layers[number] = ((*files, file), torch.cat([known, ids]))
-            if private is None:
-                raise ValueError("no rows")
             saved = _Saved(serial, server, tuple(layers.values()), torch.zeros(private.clients, dtype=torch.bool))
             return Snapshot(body["round"], state, private, body["meta"]), saved
         except (TDPFedError, MemoryError, torch.OutOfMemoryError):  # no room for the rows
@@ -324,8 +320,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if data != _sealed(data[: -len(_sealed(b"}"))] + b"}"):
         raise _DamagedError(f"{str(path)!r} is damaged, its SHA-256 sum is not its own")
     body: dict[str, Any] = json.loads(data)
-    if body["format"] not in READS:
-        raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads 1 and {FORMAT}")
+    if body["format"] != FORMAT:
+        raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads {FORMAT}")
     return body
 
 

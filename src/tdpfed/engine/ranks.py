@@ -56,7 +56,7 @@ class Ranks:
         device = next(iter(rows.values())).device
         mine = torch.zeros(max(counts), sum(sizes), dtype=torch.uint8, device=device)
         for value, columns in zip(rows.values(), mine.split(sizes, 1), strict=True):
-            columns[: len(value)] = _as_bytes(value)
+            columns[: len(value)] = as_bytes(value)
         parts = [torch.empty_like(mine) for _ in range(self.world)]
         with _together():
             dist.all_gather(parts, mine)
@@ -199,5 +199,6 @@ def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
-def _as_bytes(rows: Tensor) -> Tensor:
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return rows ``(K, ...)`` as bytes ``(K, n)``."""
     return rows.contiguous().reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import State
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
 
 Place = Literal["auto", "ram", "mmap"]
@@ -62,17 +62,6 @@ class Store:
     def _values(self) -> State:
         """Room for all rows, made when there is the first: what is only to be replaced takes none."""
         return {name: self._room(name, value) for name, value in self.start.items()}
-
-    @classmethod
-    def of(cls, values: State) -> "Store":
-        """Return a store of given rows, all of them in use; the tensors are taken, not copied."""
-        made = cls({}, len(next(iter(values.values()))) if values else 0, "ram")
-        made.start = {
-            name: value[0] if len(value) else value.new_zeros(value.shape[1:]) for name, value in values.items()
-        }
-        made._values, made._sparse = values, False
-        made.touched.fill_(True)
-        return made
 
     def reserve(self) -> None:
         """Make room for all rows now, so that it is now that there is none."""
@@ -176,8 +165,3 @@ def assign(value: Tensor, index: Tensor, rows: Tensor) -> None:
         value[index] = rows
     else:
         as_bytes(value)[index] = as_bytes(rows)
-
-
-def as_bytes(rows: Tensor) -> Tensor:
-    """Return rows ``(K, ...)`` as bytes ``(K, n)``."""
-    return rows.contiguous().reshape(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from tdpfed.aggregate import Rule
 from tdpfed.checked import checked
-from tdpfed.config import Config, Data, parse_config
+from tdpfed.config import Config, Data, parse_config, table_at
 from tdpfed.engine.checks import check_settings
 from tdpfed.engine.participation import Participation
 from tdpfed.errors import TDPFedError, raise_all
@@ -131,11 +131,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     if not sections:
         raise TDPFedError(f"configuration: {key!r} given, must be section.key, as in run.rounds")
-    table = values
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise TDPFedError(f"configuration: {key!r} goes below a single value, must be section.key")
+    table = table_at(values, sections, f"configuration: {key!r}")
     if isinstance(value, str) and value.startswith(("[", "{")):
         try:
             value = tomllib.loads(f"value = {value}")["value"]
