@@ -13,7 +13,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.models import MODELS, build, from_spec
 
 # The smallest comfortable input of each model.
-SMALL = {name: (5,) if name == "logistic" else (1, 32, 32) if name == "vgg8" else (1, 8, 8) for name in MODELS}
+SMALL = {name: (5,) if name == "logistic" else (1, 32, 32) if name.startswith("vgg8") else (1, 8, 8) for name in MODELS}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def shapes(model: nn.Module, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_registry_names() -> None:
-    assert set(MODELS) == {"logistic", "dnn", "lenet", "vgg8", "resnet8", "resnet18", "transformer"}
+    assert set(MODELS) == {"logistic", "dnn", "lenet", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,6 +50,7 @@ def test_defaults(name: str) -> None:
         ("lenet", (3, 9, 14)),
         ("vgg8", (1, 32, 32)),
         ("vgg8", (3, 40, 64)),
+        ("vgg8-gn", (3, 40, 64)),
         ("resnet8", (1, 4, 4)),
         ("resnet8", (2, 9, 7)),
         ("resnet18", (1, 8, 8)),

@@ -126,14 +126,19 @@ def _linear_layers(*sizes: int) -> dict[str, nn.Module]:
     return layers
 
 
-def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int]) -> Factory:
-    """Return the factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, and linear layers after them."""
+def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int], norm_groups: int = 0) -> Factory:
+    """Return the factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, and linear layers after them.
+
+    With ``norm_groups`` a GroupNorm of so many groups stands before each ReLU of a convolution.
+    """
 
     def factory(shape: Shape, classes: int) -> nn.Module:
         channels, height, width = shape
         layers: dict[str, nn.Module] = {}
         for i, (inputs, outputs) in enumerate(pairwise((channels, *widths)), start=1):
             layers[f"conv{i}"] = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
+            if norm_groups:
+                layers[f"conv{i}_norm"] = nn.GroupNorm(norm_groups, outputs)
             layers[f"conv{i}_relu"] = nn.ReLU()
             layers[f"conv{i}_pool"] = nn.MaxPool2d(2)
         shrink = 2 ** len(widths)
@@ -143,15 +148,22 @@ def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int]) -> Facto
     return factory
 
 
-def _vgg8(shape: Shape, classes: int) -> nn.Module:
-    """The paper's VGG8, with weights of variance 1/fan_in: He's 2/fan_in diverges at the paper's learning rates."""
-    model = _convnet((32, 64, 128, 256, 256), 3, (256, 256))(shape, classes)
-    for name, parameter in model.named_parameters():
-        if name.endswith("weight"):
-            nn.init.kaiming_normal_(parameter, nonlinearity="linear")
-        else:
-            nn.init.zeros_(parameter)
-    return model
+def _vgg8(norm_groups: int = 0) -> Factory:
+    """Return the factory of the paper's VGG8, with weights of variance 1/fan_in.
+
+    He's 2/fan_in diverges at the paper's learning rates. ``norm_groups`` adds GroupNorm, which the paper does not have.
+    """
+
+    def factory(shape: Shape, classes: int) -> nn.Module:
+        model = _convnet((32, 64, 128, 256, 256), 3, (256, 256), norm_groups)(shape, classes)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                nn.init.kaiming_normal_(parameter, nonlinearity="linear")
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        return model
+
+    return factory
 
 
 def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
@@ -264,7 +276,8 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "logistic": ModelEntry(_perceptron(), (60,), 10, None),
         "dnn": ModelEntry(_perceptron(100), (1, 28, 28), 10, None),
         "lenet": ModelEntry(_convnet((6, 16), 5, (120, 84)), (1, 28, 28), 10, 4),
-        "vgg8": ModelEntry(_vgg8, (3, 32, 32), 10, 32),
+        "vgg8": ModelEntry(_vgg8(), (3, 32, 32), 10, 32),
+        "vgg8-gn": ModelEntry(_vgg8(norm_groups=8), (3, 32, 32), 10, 32),
         "resnet8": ModelEntry(_resnet((16, 32, 64), 1), (3, 32, 32), 10, 4),
         "resnet18": ModelEntry(_resnet((64, 128, 256, 512), 2), (3, 32, 32), 10, 8),
         "transformer": ModelEntry(_Transformer, (3, 32, 32), 10, 1),
