@@ -69,6 +69,9 @@ class Data(Section):
     )
     test_fraction: float = Field(0.25, gt=0, lt=1, description="client split: share held out")
     normalize: Literal["standard", "unit", "none"] = Field("standard", description="scaling of the inputs")
+    augment: Literal["none", "flip", "flip-shift"] = Field(
+        "none", description="training images as they are drawn: mirrored at random, and moved by up to 4 pixels"
+    )
     seed: int | None = Field(None, ge=0, description="seed of the partition; run.seed by default")
 
 

@@ -32,6 +32,7 @@ def make_federation(
     split: str | None = None,
     test_fraction: float = 0.25,
     normalize: str = "standard",
+    augment: str = "none",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Federation:
@@ -41,7 +42,7 @@ def make_federation(
     or all natural ones. ``per_client`` is for classes, ``alpha`` for dirichlet, ``size_skew`` for iid (default 0) and
     classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each client's samples, "official" those
     of the data set's own test part; the latter is the default for a file of your own that has a ``test_mask``.
-    ``options`` go to the data set's loader.
+    ``augment`` changes training images as they are drawn. ``options`` go to the data set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
@@ -66,7 +67,7 @@ def make_federation(
         raise TDPFedError(f"split: 'official' for {data.name!r}, which has no official test part; allowed: client")
     else:
         pairs = deal.split_official(parts, data.official_test)
-    return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype)
+    return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
 
 
 def _dealt(

@@ -20,6 +20,7 @@ from tdpfed.data.partition import Parts
 from tdpfed.errors import TDPFedError, unknown
 
 NORMALIZE = ("standard", "unit", "none")
+AUGMENT = ("none", "flip", "flip-shift")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class Federation:
     test_start: Tensor  # (K,) int64
     test_size: Tensor  # (K,) int64, may be 0
     classes: int
+    augment: str = "none"  # how training images are changed as they are drawn
 
     def __repr__(self) -> str:
         train, test = int(self.train_size.sum()), int(self.test_size.sum())
@@ -62,6 +64,17 @@ class Federation:
         ranges = ("y", "train_start", "train_size", "test_start", "test_size")
         moved = {field: getattr(self, field).to(device) for field in ranges}
         return replace(self, x=self.x.to(device, dtype), **moved)
+
+    def with_augment(self, kind: str) -> Self:
+        """Return the federation whose training images are mirrored ("flip") and moved ("flip-shift") at random."""
+        if kind not in AUGMENT:
+            raise unknown("augment", kind, AUGMENT)
+        if kind != "none" and len(self.input_shape) != 3:
+            shape = self.input_shape
+            raise TDPFedError(
+                f"augment: {kind!r} for samples of shape {shape}; allowed: for images (channels, H, W) only"
+            )
+        return replace(self, augment=kind)
 
     def only(self, clients: Tensor) -> Self:
         """Return the federation with the samples of some clients; of the others only how many they have is known."""

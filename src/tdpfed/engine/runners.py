@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
 from tdpfed.data.federation import Federation
+from tdpfed.engine.augment import augmented
 from tdpfed.engine.graphs import Graphed
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.sampling import batch_indices
@@ -67,7 +68,12 @@ class Runner:
             turn.seed, turn.round, clients.reshape(-1), data.train_start[clients.reshape(-1)],
             data.train_size[clients.reshape(-1)], self.algorithm.draws, self.algorithm.batch_size,
         ).reshape(*clients.shape, self.algorithm.draws, self.algorithm.batch_size)  # fmt: skip
-        return lambda step: (data.x[index[..., step, :]], data.y[index[..., step, :]])
+
+        def batch(step: int) -> tuple[Tensor, Tensor]:
+            drawn = index[..., step, :]
+            return augmented(data.x[drawn], data.augment, turn.seed, turn.round, clients, step), data.y[drawn]
+
+        return batch
 
     def _one(self, server: State, private: State, turn: Turn, row: int) -> Outcome:
         alone = replace(turn, clients=turn.clients[row])

@@ -34,6 +34,7 @@ class Stream(IntEnum):
     ATTACK = 7
     NOISE = 8
     EVALUATE = 9
+    AUGMENT = 10
 
 
 def mix(x: Bits) -> Bits:

@@ -99,6 +99,10 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
 
 def deal(config: Config, demo: Demo) -> None:
     """Write each node's share of the digits to a file of its own."""
+    if config.data.augment != "none":
+        raise TDPFedError(
+            f"data.augment: {config.data.augment!r} given, must be 'none': nodes draw samples as they are"
+        )
     options = config.data.model_dump(exclude={"name", "seed"})
     seed = config.run.seed if config.data.seed is None else config.data.seed
     federation = make_federation(config.data.name, seed=seed, **options)
