@@ -114,9 +114,9 @@ class TDPFed(Algorithm):
         for t in range(self.tau):
             batch, w = batches(t), space.compose(a)
             velocity: optim.State = ()
+            theta = theta.clone()  # steps may be taken in its memory
             for _ in range(self.s):
-                g, loss = grad(theta, batch)
-                theta, velocity = personal(theta, g, w, velocity)
+                theta, velocity, loss = personal(grad, theta, batch, w, velocity)
             a, state = self._move_factors(a, space.target(theta), space, state, t)
             yield theta, space.unpack(a), loss
 
