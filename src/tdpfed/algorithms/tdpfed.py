@@ -144,7 +144,7 @@ class TDPFed(Algorithm):
     def _workspace(self, device: torch.device) -> Workspace:
         """Return where the factors are moved; ALS and alternating steps take them as they are."""
         together = self.optimizer != "als" and self.factor_steps == "joint"
-        return Workspace(self.plan, padded=together and device.type == "cuda")
+        return Workspace(self.plan, padded=together and device.type in ("cpu", "cuda"), device=device.type)
 
     @cached_property
     def _turns(self) -> Tensor:
