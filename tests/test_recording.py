@@ -1,15 +1,16 @@
 """A recorded gradient is the gradient itself, whatever the model does."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.func import grad_and_value, vmap
 
 import small
 from tdpfed.objective import Objective
-from tdpfed.recording import replayed
+from tdpfed.recording import Replayed
 
 
 class Odd(nn.Module):
@@ -65,14 +66,19 @@ def stretched(model: Odd, x: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("odd", [cut, scaled, shifted, several, twice, counted, stretched])
+def composed(model: Odd, x: Tensor) -> Tensor:
+    """The gradient of one weight is a product with the other itself."""
+    return x @ (model.a.weight @ model.b.weight.mT) @ x.new_ones(3, 12)
+
+
+@pytest.mark.parametrize("odd", [cut, scaled, shifted, several, twice, counted, stretched, composed])
 def test_recorded_is_computed(odd: Callable[[Odd, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     objective = Objective.of(Odd(odd).double())
     theta = objective.initial() * (1 + 0.3 * torch.rand(5, objective.layout.size, dtype=torch.float64))
     x, y = torch.randn(5, 6, 12, dtype=torch.float64), torch.randint(0, 3, (5, 6))
     gradient = vmap(grad_and_value(objective.value))
-    expected, again = gradient(theta, x, y), replayed(gradient)
+    expected, again = gradient(theta, x, y), Replayed(gradient)
     first = again(theta, x, y)
     second = again(theta, x, y)
     for one in (first, second):
@@ -81,10 +87,58 @@ def test_recorded_is_computed(odd: Callable[[Odd, Tensor], Tensor]) -> None:
     assert first[0].data_ptr() != second[0].data_ptr()  # fresh memory: a caller may write there
 
 
+@pytest.mark.parametrize("odd", [cut, scaled, shifted, several, twice, counted, stretched, composed])
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_recorded_step_is_the_gradient_and_the_step(odd: Callable[[Odd, Tensor], Tensor], anchored: bool) -> None:
+    torch.manual_seed(0)
+    objective = Objective.of(Odd(odd).double())
+    theta = objective.initial() * (1 + 0.3 * torch.rand(5, objective.layout.size, dtype=torch.float64))
+    w = torch.randn_like(theta) if anchored else None
+    x, y = torch.randn(5, 6, 12, dtype=torch.float64), torch.randint(0, 3, (5, 6))
+    g, loss = vmap(grad_and_value(objective.value))(theta, x, y)
+    expected = (theta if w is None else theta + 0.4 * (w - theta)) - 0.1 * g
+    again = Replayed(vmap(grad_and_value(objective.value)))
+    for _ in range(2):
+        moved, found = again.step(theta.clone(), x, y, w, 0.4, 0.1)
+        torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("model", "in_place"), [(small.mlp, True), (lambda: Odd(composed), False)])
+def test_a_step_is_taken_in_the_memory_of_theta_where_it_may(model: Callable[[], nn.Module], in_place: bool) -> None:
+    objective = Objective.of(model())
+    shape = small.SHAPE if in_place else (12,)
+    theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
+    moved, _ = objective.gradient.step(theta, (torch.randn(3, 2, *shape), y), 0.1)
+    assert (moved.data_ptr() == theta.data_ptr()) == in_place
+
+
+def test_what_does_nothing_is_not_replayed() -> None:
+    objective = Objective.of(small.mlp())
+    theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
+    objective.gradient(theta, (torch.randn(3, 2, *small.SHAPE), y))
+    (graph,) = objective.gradient._many._gradients.values()
+    assert isinstance(graph, fx.GraphModule)
+    for node in graph.graph.nodes:
+        assert node.target is not torch.ops.aten.ones_like.default
+        if node.target in (Tensor.view, torch.ops.aten.expand.default):
+            assert node.meta["val"].shape != node.args[0].meta["val"].shape
+
+
+def test_threads_record_one_after_another() -> None:
+    objective = Objective.of(small.mlp())
+    theta, y = objective.initial().repeat(9, 1), torch.zeros(9, 2, dtype=torch.int64)
+    x = torch.randn(9, 2, *small.SHAPE)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda k: objective.gradient(theta[:k], (x[:k], y[:k]))[0], [3, 4, 5, 6, 7, 8, 9, 3]))
+    for one in found:
+        assert torch.equal(one, found[-2][: len(one)])
+
+
 def test_parts_are_written_where_they_belong() -> None:
     objective = Objective.of(small.mlp().double())
     theta = objective.initial().expand(4, -1)
-    graph = replayed(vmap(grad_and_value(objective.value)))
+    graph = Replayed(vmap(grad_and_value(objective.value)))
     x, y = torch.randn(4, 3, *small.SHAPE, dtype=torch.float64), torch.randint(0, small.CLASSES, (4, 3))
     expanded, contiguous = graph(theta, x, y), graph(theta.contiguous(), x, y)
     for ours, twin in zip(expanded, contiguous, strict=True):

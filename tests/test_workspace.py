@@ -5,7 +5,7 @@ import torch
 
 from tdpfed import optim
 from tdpfed.plan import FactorPlan
-from tdpfed.workspace import ALIGNED, Workspace
+from tdpfed.workspace import ALIGNED, LEAST_RANK, Workspace
 
 SHAPES = {"conv.weight": (6, 3, 3, 3), "conv.bias": (6,), "fc.weight": (10, 13), "fc.bias": (10,), "scale": ()}
 PLAN = FactorPlan.of(SHAPES, 1.5)
@@ -36,18 +36,29 @@ def test_what_is_not_padded_stays_as_it_is() -> None:
     assert torch.equal(space.compose(a), PLAN.compose(a))
 
 
+def test_on_a_cpu_only_ranks_are_filled_up() -> None:
+    space = Workspace(PLAN, padded=True, device="cpu")
+    assert all(rank is None or (rank % ALIGNED == 0 and rank >= LEAST_RANK) for rank in space.plan.ranks)
+    assert space.plan.dense == PLAN.dense
+    a, theta = drawn(2)
+    assert space.target(theta) is theta
+    torch.testing.assert_close(space.compose(space.pack(a)), PLAN.compose(a))
+    grad = space.unpack(space.residual_grad(space.pack(a), theta, 3.0))
+    torch.testing.assert_close(grad, PLAN.residual_grad(a, theta, 3.0))
+
+
 def test_ranks_are_multiples() -> None:
     plan = Workspace(PLAN, padded=True).plan
     assert all(rank is None or rank % ALIGNED == 0 for rank in plan.ranks)
     assert [rank is None for rank in plan.ranks] == [rank is None for rank in PLAN.ranks]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("rule", ["adam", "gd", "adagrad", "rmsprop"])
-def test_steps_in_the_workspace_are_the_plans(rule: str) -> None:
+def test_steps_in_the_workspace_are_the_plans(rule: str, device: str) -> None:
     a, theta = drawn(3)
-    plain, padded = Workspace(PLAN, padded=False), Workspace(PLAN, padded=True)
     ends = []
-    for space in (plain, padded):
+    for space in (Workspace(PLAN, padded=False), Workspace(PLAN, padded=True, device=device)):
         packed, target, step = space.pack(a), space.target(theta), optim.BY_NAME[rule](1e-3)
         state = step.init(packed)
         for count in range(1, 6):

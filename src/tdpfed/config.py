@@ -39,7 +39,7 @@ class Run(Section):
         "auto", description="CPU threads; auto: all, but one where the model is too small to share"
     )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="clients computed together; auto: as many as fit"
+        "auto", description="clients computed together, on a CPU by each thread; auto: as many as fit"
     )
     precision: Literal["float32", "tf32", "bf16"] = Field(
         "float32",

@@ -10,6 +10,7 @@ from tdpfed.aggregate import Rule
 from tdpfed.config import Config, Data
 from tdpfed.data import make_federation
 from tdpfed.engine.diagnostics import Diagnostics
+from tdpfed.engine.groups import SMALL
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulate import Simulation
@@ -17,9 +18,6 @@ from tdpfed.engine.uplink import Attack
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
 from tdpfed.privacy import Privacy
-
-SMALL = 500_000
-"""Parameters of all clients of a round together up to which one thread does."""
 
 
 def prepare(

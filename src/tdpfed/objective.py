@@ -15,9 +15,10 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout, refuse_running_statistics
-from tdpfed.recording import Gradient, replayed
+from tdpfed.recording import Replayed, after_gradient
 
 Batch = tuple[Tensor, Tensor]
+Grad = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -96,14 +97,10 @@ class Objective:
         """Return the loss of parameters ``(P,)`` on a batch."""
         return self.loss(self.outputs(theta, x), y)
 
-    def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return gradient ``(..., P)`` and loss ``(...)``, with or without a leading client axis."""
-        if theta.ndim == 1:
-            return self._one(theta, *batch)
-        if self.one_by_one(theta):
-            gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
-            return torch.stack(gradients), torch.stack(losses)
-        return self._many(theta, *batch)
+    @cached_property
+    def gradient(self) -> "Gradient":
+        """``gradient(theta, batch)`` gives gradient and loss, ``gradient.step`` what a step down comes to."""
+        return Gradient(self)
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
@@ -122,17 +119,40 @@ class Objective:
         return losses, outputs.argmax(-1) == batch[1]
 
     @cached_property
-    def _one(self) -> Gradient:
-        return replayed(grad_and_value(self.value))
-
-    @cached_property
-    def _many(self) -> Gradient:
-        return replayed(vmap(grad_and_value(self.value)))
-
-    @cached_property
     def convolves(self) -> bool:
         """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
+
+
+class Gradient:
+    """The gradient of an objective, with or without a leading client axis."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._one_by_one = objective.one_by_one
+        self._one = Replayed(grad_and_value(objective.value))
+        self._many = Replayed(vmap(grad_and_value(objective.value)))
+
+    def __call__(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return gradient ``(..., P)`` and loss ``(...)``."""
+        if theta.ndim == 1:
+            return self._one(theta, *batch)
+        if self._one_by_one(theta):
+            gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
+            return torch.stack(gradients), torch.stack(losses)
+        return self._many(theta, *batch)
+
+    def step(
+        self, theta: Tensor, batch: Batch, lr: float, w: Tensor | None = None, pull: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``theta - lr g``, pulled towards ``w`` if there is one (``+ pull (w - theta)``), and the loss.
+
+        ``theta`` is given up: the result may lie in its memory. Where it can be, it is less work than the gradient and
+        the step: no gradient is ever written down.
+        """
+        if theta.ndim == 2 and not self._one_by_one(theta):
+            return self._many.step(theta, *batch, w, pull, lr)
+        g, loss = self(theta, batch)
+        return after_gradient(theta, g, w, pull, lr), loss
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tdpfed.objective import Batch, Grad, Gradient
+from tdpfed.recording import after_gradient
+
 State = tuple[Tensor, ...]
 
 
@@ -25,11 +28,6 @@ class Optimizer(NamedTuple):
 def gd(lr: float) -> Optimizer:
     """Plain gradient descent."""
     return Optimizer(lambda _: (), lambda a, g, state, _: (torch.add(a, g, alpha=-lr), state))
-
-
-def descend(a: Tensor, g: Tensor, lr: float) -> Tensor:
-    """Return ``a - lr g`` in the memory of ``g``, which the caller gives up: one that is in the caches already."""
-    return torch.add(a, g, alpha=-lr, out=g)
 
 
 def nesterov(lr: float, momentum: float) -> Optimizer:
@@ -46,17 +44,38 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
     return Optimizer(lambda _: (), step)
 
 
-def proximal(lr: float, lam: float, momentum: float) -> Callable[[Tensor, Tensor, Tensor, State], tuple[Tensor, State]]:
-    """Return the step of :func:`nesterov` on ``f + lam/2 ||a - w||^2``, given f's gradient at ``a`` and ``w``.
+def descend(
+    grad: Grad, theta: Tensor, batch: Batch, lr: float, w: Tensor | None = None, pull: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``theta - lr grad(theta)``, with ``+ pull (w - theta)`` where a ``w`` is given, and the loss.
 
-    Its state, the velocity, begins as ``()``.
+    ``theta`` is given up: the result may lie in its memory.
     """
-    rule = nesterov(lr, momentum)
+    if isinstance(grad, Gradient):
+        return grad.step(theta, batch, lr, w, pull)
+    g, loss = grad(theta, batch)
+    return after_gradient(theta, g, w, pull, lr), loss
 
-    def step(a: Tensor, g: Tensor, w: Tensor, state: State) -> tuple[Tensor, State]:
-        if momentum == 0:  # a - lr (g + lam (a - w)) in two passes instead of three
-            return torch.lerp(a, w, lr * lam).sub_(g, alpha=lr), state
-        return rule.step(a, torch.add(g, a - w, alpha=lam), state, 1)
+
+def proximal(lr: float, lam: float, momentum: float) -> Callable[..., tuple[Tensor, State, Tensor]]:
+    """Return the step of :func:`nesterov` on ``f + lam/2 ||theta - w||^2``.
+
+    ``step(grad, theta, batch, w, velocity)`` gives the next theta, the next velocity and the loss; the velocity begins
+    as ``()``. Theta and velocity are given up.
+    """
+
+    def step(grad: Grad, theta: Tensor, batch: Batch, w: Tensor, velocity: State) -> tuple[Tensor, State, Tensor]:
+        if momentum == 0:  # theta - lr (g + lam (theta - w))
+            theta, loss = descend(grad, theta, batch, lr, w, lr * lam)
+            return theta, velocity, loss
+        g, loss = grad(theta, batch)
+        room = theta - w
+        g.add_(room, alpha=lam)
+        if not velocity:  # it becomes g
+            return torch.add(theta, g, alpha=-lr * (1 + momentum), out=room), (g,), loss
+        torch.add(g, velocity[0], alpha=momentum, out=velocity[0])
+        g.add_(velocity[0], alpha=momentum)
+        return torch.add(theta, g, alpha=-lr, out=g), velocity, loss
 
     return step
 

@@ -230,6 +230,15 @@ def test_groups_give_each_client_the_same_bits_in_any_company(
         assert relative(one, all_at_once) < 1e-5
 
 
+@pytest.mark.parametrize("clients", [3, 4, 5, 8, 11])
+def test_residuals_of_few_clients_at_a_time_are_those_of_all(clients: int) -> None:
+    theta, factors = draw_case(0, [11], [40, 30], 16, torch.float32)
+    whole = cp.residual_grad(theta, factors)
+    with mock.patch.object(algebra, "CPU_RESIDUAL_BYTES", 1):  # two at a time; the last two reach back
+        grouped = cp.residual_grad(theta[-clients:], [factor[-clients:] for factor in factors])
+    assert all(torch.equal(one, all_[-clients:]) for one, all_ in zip(grouped, whole, strict=True))
+
+
 def test_a_group_never_holds_more_clients_than_fit_the_chunk() -> None:
     theta, factors = draw_case(0, [11], [8, 6, 3, 3], 5, torch.float32)
     seen: list[int] = []

@@ -18,10 +18,10 @@ from tdpfed.aggregate import Average
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.layout import Layout
 from tdpfed.objective import Batch
+from tdpfed.objective import Grad as Grad
 
 State = dict[str, Tensor]
 Batches = Callable[[int], Batch]
-Grad = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 
 
 def hyper(

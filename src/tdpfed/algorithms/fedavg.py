@@ -41,9 +41,9 @@ class FedAvg(Algorithm):
 
     def descend(self, theta: Tensor, batches: Batches, grad: Grad) -> tuple[Tensor, Tensor]:
         """Return the parameters after ``tau`` steps, and the last loss."""
+        theta = theta.clone()  # steps may be taken in its memory
         for t in range(self.tau):
-            g, loss = grad(theta, batches(t))
-            theta = optim.descend(theta, g, self.eta)
+            theta, loss = optim.descend(grad, theta, batches(t), self.eta)
         return theta, loss
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:

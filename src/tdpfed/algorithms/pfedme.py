@@ -43,14 +43,14 @@ class PFedMe(Algorithm):
     ) -> tuple[State, State, State]:
         """Alternate steps on theta and on the local model."""
         del private, turn
-        w = theta = message["w"]
+        w = message["w"]
+        theta = w.clone()  # steps may be taken in its memory
         personal = optim.proximal(self.eta_p, self.lam, self.momentum)
         for t in range(self.tau):
             batch = batches(t)
             velocity: optim.State = ()
             for _ in range(self.s):
-                g, loss = grad(theta, batch)
-                theta, velocity = personal(theta, g, w, velocity)
+                theta, velocity, loss = personal(grad, theta, batch, w, velocity)
             w = torch.lerp(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

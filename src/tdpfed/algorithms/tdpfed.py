@@ -114,9 +114,9 @@ class TDPFed(Algorithm):
         for t in range(self.tau):
             batch, w = batches(t), space.compose(a)
             velocity: optim.State = ()
+            theta = theta.clone()  # steps may be taken in its memory
             for _ in range(self.s):
-                g, loss = grad(theta, batch)
-                theta, velocity = personal(theta, g, w, velocity)
+                theta, velocity, loss = personal(grad, theta, batch, w, velocity)
             a, state = self._move_factors(a, space.target(theta), space, state, t)
             yield theta, space.unpack(a), loss
 
@@ -144,7 +144,7 @@ class TDPFed(Algorithm):
     def _workspace(self, device: torch.device) -> Workspace:
         """Return where the factors are moved; ALS and alternating steps take them as they are."""
         together = self.optimizer != "als" and self.factor_steps == "joint"
-        return Workspace(self.plan, padded=together and device.type == "cuda")
+        return Workspace(self.plan, padded=together and device.type in ("cpu", "cuda"), device=device.type)
 
     @cached_property
     def _turns(self) -> Tensor:

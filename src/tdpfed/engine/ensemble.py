@@ -43,14 +43,16 @@ class Ensemble:
             runner.kind != "batched"
             or not self._one_objective
             or not LEAST_TOGETHER <= clients <= (runner.chunk or runner.fitting)
+            or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # each has enough for all threads
         ):
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.server, simulation.store.rows(turn.clients), as_state(turn)]
-        graphs = runner.graphs and turns[0].clients.is_cuda
+        compute = partial(self._graphed if runner.graphs and turns[0].clients.is_cuda else self._computed, *states)
         with arithmetic(runner.precision):
-            together = Outcome(*(self._graphed(*states) if graphs else self._computed(*states)))
+            on_cpu = turns[0].clients.device.type == "cpu"
+            together = Outcome(*(runner.groups.compute([compute], 1, 1)[0] if on_cpu else compute()))
         begin, errors = 0, []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             rows = slice(begin, begin + len(turn.clients))

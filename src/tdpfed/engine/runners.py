@@ -1,12 +1,13 @@
 """Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
 
 Both execute the same functions of the algorithm on the same minibatches, and agree up to rounding. The batched runner
-takes clients in chunks; a client's bits do not depend on its company, so any chunking gives the same result on a CPU.
+takes clients in chunks, on a CPU several at a time; a client's bits do not depend on its company, so any chunking gives
+the same result on a CPU.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -16,9 +17,10 @@ from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.graphs import Graphed
+from tdpfed.engine.groups import SMALL, Groups
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.sampling import batch_indices
-from tdpfed.objective import Objective
+from tdpfed.objective import Batch, Objective
 
 RunnerName = Literal["batched", "loop"]
 
@@ -53,13 +55,19 @@ class Runner:
     graphs: bool = True  # on a GPU: record a round and replay it
     precision: Precision = "float32"
 
-    def run(self, server: State, private: State, turn: Turn) -> Outcome:
-        """Run the turn's clients; ``private`` holds their rows, in the same order."""
+    def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Outcome:
+        """Run the turn's clients; ``private`` holds their rows, in the same order.
+
+        Of a round that several processes share, ``participants`` is how many there are in all.
+        """
+        count = len(turn.clients)
         with arithmetic(self.precision):
             if self.kind == "loop":
-                return _joined([self._one(server, private, turn, row) for row in range(len(turn.clients))])
-            size = self.chunk or self.fitting
-            return _joined([self._together(server, private, turn, rows) for rows in _chunks(len(turn.clients), size)])
+                return _joined([self._one(server, private, turn, row) for row in range(count)])
+            tasks = [partial(self._together, server, private, turn, rows) for rows in self._chunks(count)]
+            if turn.clients.device.type != "cpu":
+                return _joined([task() for task in tasks])
+            return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
 
     def batches(self, turn: Turn) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""
@@ -69,9 +77,11 @@ class Runner:
             data.train_size[clients.reshape(-1)], self.algorithm.draws, self.algorithm.batch_size,
         ).reshape(*clients.shape, self.algorithm.draws, self.algorithm.batch_size)  # fmt: skip
 
-        def batch(step: int) -> tuple[Tensor, Tensor]:
+        def batch(step: int) -> Batch:
+            self.groups.check()
             drawn = index[..., step, :]
-            return augmented(data.x[drawn], data.augment, turn.seed, turn.round, clients, step), data.y[drawn]
+            x = augmented(_rows(data.x, drawn), data.augment, turn.seed, turn.round, clients, step)
+            return x, _rows(data.y, drawn)
 
         return batch
 
@@ -103,9 +113,31 @@ class Runner:
     def _graphed(self) -> Graphed:
         return Graphed(lambda server, private, place: self._computed(server, private, Turn(**place)))
 
+    def _chunks(self, count: int) -> list[slice]:
+        """Cut ``count`` clients into chunks: on a CPU even ones, at least one for each thread."""
+        if self.federation.device.type != "cpu":
+            size = self.chunk or self.fitting
+            return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        lanes, _ = self.lanes(count)
+        cuts = max(lanes, math.ceil(count / (self.chunk or count)), math.ceil(count * lanes / self.fitting))
+        return [slice(n * count // cuts, (n + 1) * count // cuts) for n in range(cuts)]
+
+    def lanes(self, count: int) -> tuple[int, int]:
+        """Return how many chunks of ``count`` clients a CPU computes at a time, and with how many threads in each."""
+        if count * self.objective.layout.size <= SMALL:
+            return 1, 1
+        threads = torch.get_num_threads()
+        lanes = max(1, min(threads, self.fitting // LEAST_TOGETHER, math.ceil(count / LEAST_TOGETHER)))
+        return lanes, threads // lanes
+
+    @cached_property
+    def groups(self) -> Groups:
+        """What computes chunks side by side on a CPU."""
+        return Groups()
+
     @cached_property
     def fitting(self) -> int:
-        """Return how many clients fit into the memory of a chunk."""
+        """Return how many clients fit into the memory of a chunk, or of all that a CPU computes at a time."""
         data = self.federation
         # Forward and backward keep about two values per activation; grouped convolutions copy them once more.
         activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2])
@@ -114,8 +146,11 @@ class Runner:
         return max(LEAST_TOGETHER, bytes_ // per_client)
 
 
-def _chunks(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[index]``; on a CPU copied row by row, in half the time."""
+    if values.device.type != "cpu":
+        return values[index]
+    return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
 
 
 def _joined(outcomes: list[Outcome]) -> Outcome:

@@ -167,7 +167,9 @@ class Simulation:
     def _train(self, turn: Turn) -> Outcome:
         """Run the turn's clients; of their private state only the rows of this process's own are returned."""
         own = replace(turn, clients=self.ranks.own(turn.clients))
-        part = self.runner.run(self.server, self.store.rows(own.clients), own) if len(own.clients) else None
+        part = None
+        if len(own.clients):
+            part = self.runner.run(self.server, self.store.rows(own.clients), own, len(turn.clients))
         return self._checked(*self.ranks.shared(part, None if part is None else not_finite(part), turn.clients), turn)
 
     def _checked(self, outcome: Outcome, bad: Tensor, turn: Turn) -> Outcome:

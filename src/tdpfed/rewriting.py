@@ -1,0 +1,255 @@
+"""What is changed in a recorded gradient before it is replayed; it changes no number.
+
+What does nothing goes: products with 1, views of the same shape. What is always the same is computed once. Weight
+gradients are computed where they belong in the flat vector instead of being copied there, or, where the gradient is
+only wanted for a step, added to the parameters by the very products that give them.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+VIEWS = (*RESHAPES, aten.transpose.int)
+OF_SHAPES_ALONE = (aten.ones_like.default, aten.zeros_like.default)
+OF_CONSTANTS = (*VIEWS, aten.neg.default, aten.expand.default, aten.div.Scalar, aten.mul.Scalar)
+
+
+SHORTCUTS: dict[Any, Callable[..., Any]] = {
+    aten.view.default: Tensor.view, aten._unsafe_view.default: Tensor.view, aten.transpose.int: torch.transpose,
+    aten.split_with_sizes.default: torch.split_with_sizes, aten.unsqueeze.default: torch.unsqueeze,
+    aten.bmm.default: torch.bmm, aten.add.Tensor: torch.add, aten.mul.Tensor: torch.mul, aten.relu.default: torch.relu,
+    aten.tanh.default: torch.tanh, aten.neg.default: torch.neg, aten.gather.default: torch.gather,
+    aten._log_softmax.default: torch._log_softmax, aten.scatter_add.default: torch.scatter_add,
+    aten._log_softmax_backward_data.default: torch._log_softmax_backward_data, aten.sum.dim_IntList: torch.sum,
+    aten.mean.dim: torch.mean, aten.new_zeros.default: Tensor.new_zeros,
+}  # fmt: skip
+"""Operators that Python calls by a shorter way, under the same arguments."""
+
+
+class Part(NamedTuple):
+    """A piece of the flat gradient: where it begins, its node, and the product it is a plain view of, if any."""
+
+    begin: int
+    node: fx.Node
+    product: fx.Node | None
+
+
+def without_idle(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph without products with 1, which come with every layer's bias."""
+    for node in list(module.graph.nodes):
+        if node.target is not aten.mul.Scalar or node.args[1] != 1:
+            continue
+        if node.meta["val"].dtype == node.args[0].meta["val"].dtype:
+            _replace(node, node.args[0])
+    module.recompile()
+    return module
+
+
+def shortened(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph without views that change nothing, and with what depends on shapes alone computed.
+
+    Each operator costs a CPU a microsecond or two. A graph that writes in place stays as it is.
+    """
+    graph = module.graph
+    if writes(module):
+        return module
+    for node in list(graph.nodes):
+        if node.target in (*RESHAPES, aten.expand.default) and _shape(node) == _shape(node.args[0]):
+            _replace(node, node.args[0])
+        elif node.target is aten.transpose.int and _turns_back(node, node.args[0]):
+            _replace(node, node.args[0].args[0])
+    _compute_constants(module)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function":
+            graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def called_directly(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph, in which nothing is looked for any more, with shorter calls of the same operators."""
+    for node in module.graph.nodes:
+        if not node.kwargs:
+            node.target = SHORTCUTS.get(node.target, node.target)
+    module.recompile()
+    return module
+
+
+def writes(module: fx.GraphModule) -> bool:
+    """Whether a recorded graph changes a tensor in place."""
+    targets: list[Any] = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
+
+
+def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded gradient whose parts are written into the flat vector as they come, not joined at the end."""
+    graph = module.graph
+    cat, parts = _parts(graph)
+    given = next(node for node in graph.nodes if node.op == "placeholder")
+    if cat is None or _kind(given) != _kind(cat):
+        return module
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        room = graph.call_function(torch.empty_like, (given,))
+    for part in parts:
+        if part.product is None:
+            with graph.inserting_before(cat):
+                graph.call_function(_put, (room, part.begin, part.node))
+        else:
+            with graph.inserting_before(part.product):
+                graph.call_function(_multiply_into, (room, part.begin, *part.product.args))
+    return _without_join(module, cat, room)
+
+
+def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
+    """Return a recorded gradient as a step: ``(theta, x, y, w, pull, lr)`` to ``theta + pull (w - theta) - lr g``.
+
+    The step is taken in the memory of ``theta``, after everything else. None where a gradient is not made of parts, or
+    what it is made of may have changed by then.
+    """
+    graph = module.graph
+    cat, parts = _parts(graph)
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    if cat is None or writes(module) or _kind(given[0]) != _kind(cat):
+        return None
+    own = _views_of(given[0])
+    if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
+        return None
+    with graph.inserting_after(given[-1]):
+        lr = graph.placeholder("lr")
+        pull = graph.placeholder("pull")
+        w = graph.placeholder("w")  # each stands before those inserted earlier
+    with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
+        graph.call_function(_pull, (given[0], w, pull))
+        for part in parts:
+            if part.product is None:
+                graph.call_function(_subtract, (given[0], part.begin, part.node, lr))
+            else:
+                graph.call_function(_subtract_product, (given[0], part.begin, *part.product.args, lr))
+    return _without_join(module, cat, given[0])
+
+
+def _parts(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
+    """Return the node that joins the flat gradient ``(K, P)`` of many clients, and what it is made of."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    cat = output.args[0][0]
+    if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) > 1:
+        return None, []
+    if len(_shape(cat)) != 2 or cat.args[1:] not in ((1,), (-1,)):
+        return None, []
+    nodes: Any = cat.args[0]
+    parts, begin = [], 0
+    for node in nodes:
+        parts.append(Part(begin, node, _product(node, _shape(cat)[0])))
+        begin += _shape(node)[1]
+    return cat, parts
+
+
+def _product(part: fx.Node, clients: int) -> fx.Node | None:
+    """Return the product of matrices, one for each client, that a part is a plain view of; None if there is none."""
+    node: Any = part
+    turned = False
+    while node.target in VIEWS and len(node.users) == 1:
+        if node.target is aten.transpose.int:
+            if sorted(d % 3 for d in node.args[1:]) != [1, 2] or node.meta["val"].ndim != 3:
+                return None
+            turned = not turned
+        elif turned:
+            return None
+        node = node.args[0]
+    alone = node.target is aten.bmm.default and len(node.users) == 1 and not turned and node is not part
+    return node if alone and _shape(node)[0] == clients else None
+
+
+def _views_of(given: fx.Node) -> set[fx.Node]:
+    """Return the nodes that lie in the memory of a given tensor."""
+    views = {given}
+    for node in given.graph.nodes:
+        target: Any = node.target
+        looks = target is operator.getitem or target in RESHAPES
+        if isinstance(target, torch._ops.OpOverload):
+            looks = looks or any(argument.alias_info is not None for argument in target._schema.arguments)
+        if looks and not views.isdisjoint(node.all_input_nodes):
+            views.add(node)
+    return views
+
+
+def _without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.GraphModule:
+    """Let ``whole`` stand for the joined vector, and remove what the join was made of."""
+    cat.replace_all_uses_with(whole, delete_user_cb=lambda user: user.op == "output")
+    idle = [cat]
+    while idle:  # only what the join was made of: other nodes without users may write in place
+        node = idle.pop()
+        if not node.users:
+            idle += [given for given in node.all_input_nodes if given.target in (*VIEWS, aten.bmm.default)]
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _compute_constants(module: fx.GraphModule) -> None:
+    """Put a tensor in the place of each node that depends on shapes alone, where another node needs it."""
+    graph, known = module.graph, dict[fx.Node, Tensor]()
+    operators: dict[fx.Node, Callable[..., Tensor]] = {
+        node: node.target for node in graph.nodes if node.op == "call_function"
+    }
+    for node in list(graph.nodes):
+        if node.target in OF_SHAPES_ALONE:
+            like = node.args[0].meta["val"]
+            fill = torch.ones if node.target is aten.ones_like.default else torch.zeros
+            known[node] = fill(like.shape, dtype=node.meta["val"].dtype, device=like.device)
+        elif node.target in OF_CONSTANTS and node.args[0] in known and not node.kwargs:
+            known[node] = operators[node](known[node.args[0]], *node.args[1:])
+    for number, (node, value) in enumerate(known.items()):
+        if all(user in known for user in node.users):
+            continue
+        module.register_buffer(f"constant{number}", value, persistent=False)
+        with graph.inserting_before(node):
+            there = graph.get_attr(f"constant{number}")
+        there.meta = dict(node.meta)
+        node.replace_all_uses_with(there, delete_user_cb=lambda user: user not in known)
+
+
+def _turns_back(node: fx.Node, before: fx.Node) -> bool:
+    return before.target is aten.transpose.int and node.args[1:] == before.args[1:]
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _kind(node: fx.Node) -> tuple[object, ...]:
+    return _shape(node), node.meta["val"].dtype
+
+
+def _put(room: Tensor, begin: int, part: Tensor) -> None:
+    room.narrow(1, begin, part.shape[1]).copy_(part)
+
+
+def _multiply_into(room: Tensor, begin: int, a: Tensor, b: Tensor) -> None:
+    rows, columns = a.shape[1], b.shape[2]
+    torch.bmm(a, b, out=room.narrow(1, begin, rows * columns).view(len(a), rows, columns))
+
+
+def _pull(theta: Tensor, w: Tensor | None, pull: float) -> None:
+    if w is not None:
+        theta.lerp_(w, pull)
+
+
+def _subtract(theta: Tensor, begin: int, part: Tensor, lr: float) -> None:
+    theta.narrow(1, begin, part.shape[1]).sub_(part, alpha=lr)
+
+
+def _subtract_product(theta: Tensor, begin: int, a: Tensor, b: Tensor, lr: float) -> None:
+    rows, columns = a.shape[1], b.shape[2]
+    theta.narrow(1, begin, rows * columns).view(len(a), rows, columns).baddbmm_(a, b, alpha=-lr)

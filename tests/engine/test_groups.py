@@ -1,0 +1,141 @@
+"""Groups of clients side by side: the same bits, and errors and Ctrl-C as if there were no threads."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import small
+from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.engine.groups import Groups, StoppedError
+from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
+
+CLIENTS = 20
+METHODS = {
+    "fedavg": FedAvg(**small.COMMON),
+    "pfedme": PFedMe(**small.COMMON, s=2),
+    "tdpfed": TDPFed(**{**small.TDPFED, "momentum": 0.0}),
+    "tdpfed momentum": TDPFed(**small.TDPFED),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(name: str, model: str, threads: int, chunk: int | None = None) -> Simulation:
+    torch.set_num_threads(threads)
+    data = small.federation(CLIENTS, dtype=torch.float32)
+    return small.train(METHODS[name], model=model, data=data, chunk=chunk)
+
+
+@pytest.mark.parametrize("model", small.MODELS)
+@pytest.mark.parametrize("name", METHODS)
+def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str) -> None:
+    whole = trained(name, model, 1)
+    for threads in (1, 2, 3):
+        for chunk in (None, *range(1, CLIENTS + 1, 1 if threads == 2 else 5)):
+            assert small.equal(whole, trained(name, model, threads, chunk)), (threads, chunk)
+
+
+def test_each_thread_has_its_share() -> None:
+    runner = trained("fedavg", "dense", 1).runner
+    torch.set_num_threads(2)
+    assert runner.lanes(CLIENTS) == (2, 1)
+    assert [rows.stop - rows.start for rows in runner._chunks(CLIENTS)] == [10, 10]
+    torch.set_num_threads(8)
+    assert runner.lanes(CLIENTS) == (7, 1)
+    assert runner.lanes(4) == (2, 4)  # threads that have no clients of their own help within
+    assert runner.lanes(1) == (1, 8)
+
+
+def test_few_parameters_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 10**9)
+    torch.set_num_threads(4)
+    assert trained("fedavg", "dense", 4).runner.lanes(CLIENTS) == (1, 1)
+
+
+def test_threads_are_as_before() -> None:
+    torch.set_num_threads(2)
+    inside: list[int] = []
+    Groups().compute([lambda: inside.append(torch.get_num_threads())] * 4, 2, 1)
+    assert inside == [1] * 4
+    assert torch.get_num_threads() == 2
+
+
+def test_results_come_in_the_order_of_the_tasks() -> None:
+    def task(number: int) -> int:
+        time.sleep(0.02 * (3 - number))
+        return number
+
+    assert Groups().compute([partial(task, number) for number in range(4)], 2, 1) == [0, 1, 2, 3]
+
+
+def test_the_first_error_stops_the_others() -> None:
+    groups, steps = Groups(), [0]
+
+    def fails() -> None:
+        raise TDPFedError("no")
+
+    def goes_on() -> None:
+        for _ in range(500):
+            groups.check()
+            steps[0] += 1
+            time.sleep(0.01)
+
+    with pytest.raises(TDPFedError, match="no"):
+        groups.compute([goes_on, fails, goes_on], 2, 1)
+    assert steps[0] < 250
+    assert groups.compute([groups.check], 2, 1) == [None]  # and the next round starts afresh
+    assert groups.compute([groups.check] * 2, 2, 1) == [None, None]
+
+
+class Demanding(nn.Module):
+    """Does not take a client whose labels it dislikes: such a path cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, small.CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            raise TDPFedError("model: not in a thread")
+        result: Tensor = self.layer(x.flatten(1))
+        return result
+
+
+def test_an_error_of_the_model_surfaces_as_it_is() -> None:
+    torch.set_num_threads(2)
+    data = small.federation(CLIENTS, dtype=torch.float32)
+    simulation = Simulation(Demanding(), data, FedAvg(**small.COMMON))
+    with pytest.raises(TDPFedError, match="not in a thread"):
+        simulation.step()
+    assert simulation.round == 0
+    assert torch.get_num_threads() == 2
+
+
+def test_ctrl_c_stops_the_groups() -> None:
+    groups = Groups()
+
+    def long() -> None:
+        for _ in range(1000):
+            groups.check()
+            time.sleep(0.01)
+
+    began = time.perf_counter()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        groups.compute([long, long, long], 2, 1)
+    assert time.perf_counter() - began < 5
+    assert not issubclass(StoppedError, TDPFedError)
