@@ -5,6 +5,7 @@ The first tests run with all others; those marked slow take minutes: ``python -m
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 
 from tdpfed.config import Config, load_config
 from tdpfed.experiment import prepare
+from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
 from tdpfed.flower.envelope import ENVELOPE, REQUESTS
@@ -326,6 +328,49 @@ def test_a_killed_server_goes_on_from_its_checkpoint(work: Path, victim: str) ->
         trial.finish(federation.submit(work / "app"))
         assert "going on from round" in federation.processes.log("run")
     trial.equals_simulation()
+
+
+ONE_BEHIND = """
+import flwr.supernode.start_client_internal as internal
+pull, times = internal._pull_and_store_message, []
+
+
+def once(**given):
+    # As where the run ends before the SuperLink hears that the message has come: nobody waits for the reply.
+    found = pull(**given)
+    times.append(found)
+    return None if found is not None and len([one for one in times if one is not None]) == 1 else found
+
+
+internal._pull_and_store_message = once
+from flwr.supernode.cli.flower_supernode import flower_supernode
+flower_supernode()
+"""
+
+
+@pytest.mark.slow
+def test_a_supernode_that_is_a_message_behind_is_set_right(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", deadline=60.0)
+    behind = work / "behind"
+    behind.write_text(f"#!{sys.executable}\n{ONE_BEHIND}")
+    behind.chmod(0o755)
+    with trial.federation as federation:
+        federation.start_superlink()
+        federation.register()
+        trial.start_node(0)
+        path = federations.command_path
+        monkeypatch.setattr(
+            federations, "command_path", lambda name: str(behind) if name == "flower-supernode" else path(name)
+        )
+        trial.start_node(1)
+        monkeypatch.setattr(federations, "command_path", path)
+        trial.finish(federation.submit(work / "app"))
+    trial.equals_simulation()
+    assert [line["lost"] for line in trial.rounds()] == [{}] * 4
+    told = re.findall(r"(Receiving|Sending): (\w+) message", federation.processes.log("node-1"))
+    first, last = (told.index(("Receiving", "query")), len(told) - told[::-1].index(("Receiving", "train")))
+    assert told[first + 1] == ("Receiving", "query"), told  # the reply to the first message stays, until it is nudged
+    assert told[last] == ("Sending", "train"), told  # in the end none stays: two replies were sent in one go
 
 
 @pytest.mark.slow
