@@ -33,10 +33,11 @@ from tdpfed.errors import TDPFedError
 from tdpfed.flower import demo as demos
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import default_tables, init_app
-from tdpfed.flower.demo import Demo, follow, interruptible, node_settings, run_demo, speed
+from tdpfed.flower.demo import Demo, interruptible, node_settings, plan, run_demo
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes, marked
 from tdpfed.flower.settings import read_settings
+from tdpfed.flower.watch import Complaints, follow, speed, why
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +166,25 @@ def test_names_that_flower_would_refuse_are_refused_first(tmp_path: Path, name: 
     assert not (tmp_path / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("class", "a word of Python's own"), ("Torch", "'torch' is"), ("tdpfed", "'tdpfed' is"), ("json", "'json' is")],
+)
+def test_names_that_would_hide_another_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tdpfed", "flower", "init", name], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wards").mkdir()
+    assert init_app(tmp_path / "wards")
+
+
 def test_an_app_is_never_written_over_something(tmp_path: Path) -> None:
     init_app(tmp_path / "mine")
     with pytest.raises(TDPFedError, match="already there"):
@@ -263,6 +283,33 @@ def test_what_is_started_while_others_end_is_ended_too(tmp_path: Path, monkeypat
     assert marked(processes.mark) == []
 
 
+KILLED = f"""
+import os, sys, time
+from pathlib import Path
+from tdpfed.flower.processes import Processes
+with Processes(Path(sys.argv[1])) as processes:
+    processes.start("stubborn", [sys.executable, "-c", {STUBBORN!r}], os.environ)
+    while "up" not in processes.log("stubborn"):
+        time.sleep(0.05)
+    print(processes.mark, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell children")
+def test_when_we_are_killed_those_we_started_end_too(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    mark = process.stdout.readline().strip()
+    assert len(marked(mark)) == 1
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
 def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
     with Processes(tmp_path, patience=0.5) as processes:
         processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)
@@ -299,9 +346,18 @@ def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], 
         ({"overrides": ("robust.attack=alie",)}, "robust.attack: 'alie' given, must be left out"),
         ({"overrides": ("flower.deadlin=9",)}, "did you mean 'deadline'"),
         ({"app": Path("nowhere")}, "--app: 'nowhere' is no app with a configuration"),
+        ({"overrides": ("flower.out=x",)}, "--set: 'flower.out' given, must be given as --out"),
+        ({"overrides": (" flower.nodes =7",)}, "--set: 'flower.nodes' given, must be given as --nodes"),
+        ({"overrides": ("data.clients=7",)}, "must be given as --nodes"),
+        ({"overrides": ("model.name=lenet",)}, "a demo has its own model and data"),
+        ({"overrides": ("privacy.epsilon=3",)}, "privacy.epsilon: 3.0 given, must be left out"),
+        ({"overrides": ("run.device=cuda",)}, "run.device: 'cuda' given, but PyTorch sees no GPU"),
     ],
 )
-def test_a_demo_that_cannot_run_writes_nothing(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_a_demo_that_cannot_run_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(TDPFedError, match=words):
         run_demo(Demo(tmp_path / "demo", **options), print, print)
     assert not (tmp_path / "demo").exists()
@@ -310,6 +366,11 @@ def test_a_demo_that_cannot_run_writes_nothing(tmp_path: Path, options: dict[str
 def test_what_nodes_of_an_own_app_are_told(tmp_path: Path) -> None:
     demo = Demo(tmp_path, app=tmp_path, node_config="ward=\"A 1\" data='/x/y' beds=30")
     assert node_settings(demo, 0) == {"ward": "A 1", "data": "/x/y", "beds": 30}
+    shares = Demo(tmp_path, app=tmp_path, node_config="data=/srv/ward-{partition-id}.npz bed={partition-id}")
+    assert node_settings(shares, 2) == {"data": "/srv/ward-2.npz", "bed": 2}
+    for name in ("partition-id", "num-partitions"):
+        with pytest.raises(TDPFedError, match=f"--node-config: '{name}' given, must be left out: a demo tells each"):
+            node_settings(Demo(tmp_path, app=tmp_path, node_config=f"a=1 {name}=3"), 0)
     with pytest.raises(TDPFedError, match="--node-config: 'ward' given"):
         node_settings(Demo(tmp_path, app=tmp_path, node_config="ward"), 0)
     with pytest.raises(TDPFedError, match=r"--node-config: .* cannot be read"):
@@ -381,6 +442,89 @@ def test_speed_is_rounds_per_minute_and_our_share() -> None:
     assert speed([]) == {"rounds_per_minute": None, "own_share": None}
 
 
+# -- what a demo says while it runs ------------------------------------------------------------------------------------
+
+FAILED = "node {} does not say who it is, and will be asked again: its app failed: task.load: no"
+
+
+def logged(*texts: str, level: str = "INFO") -> str:
+    return "".join(f"\x1b[92m{level} \x1b[0m:      tdpfed: {text}\n" for text in texts)
+
+
+def test_why_nodes_cannot_take_part_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "node-1.log").write_text("\x1b[92mINFO \x1b[0m:      SuperNode ID: 12\n")
+    said: list[str] = []
+    complaints = Complaints(tmp_path, 2, said.append)
+    complaints.look()  # there is nothing yet
+    lost = "round 2: client 0: failed: Node Unavailable"
+    whole = logged(FAILED.format(12), FAILED.format(12), lost, "client 0 is node 12, with 3 samples", FAILED.format(11))
+    for end in (60, 200, len(whole) - 3, len(whole)):  # half a line is not a line yet
+        (tmp_path / "run.log").write_text(whole[:end])
+        complaints.look()
+    assert said == [FAILED.format(12).replace("node 12", "node-1"), lost, FAILED.format(11)]
+    assert complaints.failed == {"11"}  # the other came to be a client after all
+
+
+@pytest.mark.parametrize("text", [FAILED, "node {} is turned away: partition-id: 0 given, which node 3 has already"])
+def test_a_demo_that_no_node_can_take_part_in_is_given_up(tmp_path: Path, text: str) -> None:
+    silent = FAILED.replace("its app failed: task.load: no", "no reply within 120 seconds")  # it may come yet
+    (tmp_path / "run.log").write_text(logged(text.format(11), silent.format(12)))
+    complaints = Complaints(tmp_path, 2, lambda said: None)
+    complaints.look()
+    with (tmp_path / "run.log").open("a") as log:
+        log.write(logged(text.format(12)))
+    with pytest.raises(TDPFedError, match=r"no node can take part; the last: node 12 .*: (task.load: no|partition-id)"):
+        complaints.look()
+
+
+def test_the_error_of_a_run_without_summary_is_never_another_line() -> None:
+    start = "Using SuperLink: federation\n" + logged("client 0 is node 1, with 2 samples")
+    ours = logged("flower.out: no", level="ERROR")
+    trace = (
+        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'pandas'\nExit Code: 201\n"
+    )
+    assert why(start + ours + trace) == "the run failed: flower.out: no"
+    assert why(start + trace) == "the run failed: ModuleNotFoundError: No module named 'pandas'"
+    assert why("╭─ Error ─╮\n│ no such app │\n") == "the run did not start: Error no such app"
+    assert why("") == "the run did not start: nothing was said"
+
+
+def test_with_an_own_app_its_values_count_unless_options_are_given(
+    tmp_path: Path, without_flower: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_app(tmp_path / "wards")
+    file = tmp_path / "wards" / "pyproject.toml"
+    text = file.read_text()
+    own = text.replace('name = "tdpfed"', 'name = "pfedme"').replace("rounds = 10", "rounds = 7")
+    file.write_text(own.replace("nodes = 3", "nodes = 4").replace("insecure = false", "insecure = true"))
+    asked = plan(tmp_path / "one", None, None, None, app=tmp_path / "wards")
+    assert (asked.nodes, asked.rounds, asked.algorithm) == (4, 7, "pfedme")
+    with pytest.raises(TDPFedError, match="the run did not start"):
+        run_demo(asked, print, print)
+    assert parse_config_args([without_flower[-1]]) == {"flower.out": str(asked.run), "flower.insecure": False}
+    asked = plan(tmp_path / "two", 2, 1, "fedavg", app=tmp_path / "wards", insecure=True)
+    with pytest.raises(TDPFedError, match="the run did not start"):
+        run_demo(asked, print, print)
+    given = {"flower.nodes": 2, "run.rounds": 1, "algorithm.name": "fedavg"}
+    assert parse_config_args([without_flower[-1]]) == {"flower.out": str(asked.run), **given}
+    monkeypatch.chdir(tmp_path)
+    asked = plan(None, None, None, None)
+    assert (asked.nodes, asked.rounds, asked.algorithm, asked.work.name[:14]) == (3, 3, "tdpfed", "flower-tdpfed-")
+
+
+def test_mistakes_of_the_app_come_before_those_of_options(tmp_path: Path) -> None:
+    init_app(tmp_path / "wards")
+    file = tmp_path / "wards" / "pyproject.toml"
+    text = file.read_text()
+    file.write_text(text.replace("rounds = 10", "roundz = 10"))
+    with pytest.raises(TDPFedError, match=r"pyproject.toml: run: unknown 'roundz', did you mean 'rounds'"):
+        plan(tmp_path / "demo", None, 1, None, app=tmp_path / "wards")
+    file.write_text(text.replace("rounds = 10\n", ""))
+    with pytest.raises(TDPFedError, match=r"--rounds: 'run.rounds' does not stand in the app's pyproject.toml"):
+        run_demo(plan(tmp_path / "demo", None, 1, None, app=tmp_path / "wards"), print, print)
+    assert not (tmp_path / "demo").exists()
+
+
 class FakeProcess:
     pid = 0
 
@@ -431,7 +575,7 @@ def test_an_own_app_is_checked_before_anything_starts(tmp_path: Path, without_fl
         assert not (tmp_path / "demo").exists()
     with pytest.raises(TDPFedError, match="the run did not start"):
         tried("flower.deadline=9.5", "algorithms.tdpfed.tau=2")
-    assert without_flower[-1].endswith('"tdpfed" flower.deadline=9.5 algorithms.tdpfed.tau=2')
+    assert without_flower[-1].endswith(" flower.deadline=9.5 algorithms.tdpfed.tau=2")
 
 
 def test_the_command_line_shows_the_summary(
@@ -454,11 +598,15 @@ def test_the_command_line_shows_the_summary(
     done = CliRunner().invoke(app, ["flower", "demo", "--out", str(tmp_path / "x")])
     assert done.exit_code == 0, done.output
     assert "round 1 of 3: 2 replies, 1 lost, 1 refused, 1.0 s" in done.stderr
-    assert "6.0 rounds per minute, 4.00 %" in done.stderr
+    assert "6.0 rounds per minute without evaluations, 4.00 %" in done.stderr
+    assert f"run folder: {tmp_path}/x/run\n" in done.stderr
     assert "tdpfed run digits --set run.rounds=3" in done.stderr
     assert "imports apart" in done.stderr
     made |= {"status": "failed", "error": "round 2: no"}
-    done = CliRunner().invoke(app, ["flower", "demo", "--json", "--app", ".", "--out", str(tmp_path / "x")])
+    init_app(tmp_path / "ward")
+    done = CliRunner().invoke(
+        app, ["flower", "demo", "--json", "--app", str(tmp_path / "ward"), "--out", str(tmp_path / "x")]
+    )
     assert done.exit_code == 1
     assert "the run failed: round 2: no" in done.stderr
     monkeypatch.setattr(demos, "run_demo", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -469,6 +617,9 @@ def test_init_and_keys_from_the_command_line(tmp_path: Path) -> None:
     for command, place in (("init", "ward"), ("keys", "keys")):
         done = CliRunner().invoke(app, ["flower", command, str(tmp_path / place)])
         assert done.exit_code == 0, done.output
+        if command == "init":
+            told = shlex.split(done.stderr.partition("here with: tdpfed flower demo ")[2])
+            assert told == ["--app", str(tmp_path / place), "--node-config", "data=/PATH/TO/node-{partition-id}.npz"]
         done = CliRunner().invoke(app, ["flower", command, str(tmp_path / f"{place}-json"), "--json"])
         assert f'"folder": "{tmp_path / place}-json"' in done.stdout
 
