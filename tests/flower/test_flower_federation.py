@@ -274,6 +274,34 @@ def test_ctrl_c_leaves_nothing_behind(work: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell children")
+def test_a_killed_demo_leaves_nothing_behind(work: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(work), "--nodes", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    until(lambda: "flwr-clientapp" in (" ".join(left_over(work))) or process.poll() is not None, "work on a node")
+    process.kill()
+    process.wait()
+    until(lambda: not left_over(work), "all processes to end", 30)
+
+
+@pytest.mark.slow
+def test_the_demo_says_why_no_node_can_take_part(work: Path, tmp_path: Path) -> None:
+    init_app(tmp_path / "wards")
+    began = time.monotonic()
+    done = subprocess.run(
+        [*COMMAND, "--out", str(work), "--app", str(tmp_path / "wards"), "--nodes", "2"], capture_output=True,
+        text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert time.monotonic() - began < 200  # and not the 600 seconds of flower.wait
+    said = [line for line in done.stderr.splitlines() if line.startswith("node-")]
+    assert len(said) == 2, done.stderr
+    assert all(line.endswith("its app failed: task.load: failed (KeyError: 'data')") for line in said)
+    assert "error: no node can take part; the last: node-" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_node_killed_and_started_again_keeps_its_model(work: Path) -> None:
     trial = Trial(work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", deadline=30.0)
     with trial.federation as federation:

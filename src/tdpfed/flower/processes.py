@@ -24,7 +24,7 @@ LEASH = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Becomes another program that gets SIGKILL when its parent ends (PR_SET_PDEATHSIG); safe where threads run, too."""
+"""Becomes another program that gets SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
 
 class Processes:
