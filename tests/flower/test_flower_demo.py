@@ -270,7 +270,8 @@ def test_an_own_app_is_checked_before_anything_starts(tmp_path: Path, without_fl
 
     for setting, words in (
         ("algorithms.tdpfed.tau=-1", "algorithms?.tau: -1 given|tau: -1 given"),
-        ("run.nothing=1", "does not stand in the app's pyproject.toml"),
+        ("run.roundz=1", "run: unknown 'roundz', did you mean 'rounds'"),
+        ("robust.clip=1.0", "--set: 'robust.clip' does not stand in the app's pyproject.toml"),
     ):
         with pytest.raises(TDPFedError, match=words):
             tried(setting)

@@ -239,13 +239,13 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
     for setting in demo.overrides:
         key, _, text = setting.partition("=")
         given[key.strip()] = _value(text)
+    read_settings({**known, **given})[0].device()
     for key in given:
         if key not in known:
             raise TDPFedError(
                 f"{OPTIONS.get(key, '--set')}: {key!r} does not stand in the app's pyproject.toml, and Flower changes "
                 "no other; write it there"
             )
-    read_settings({**known, **given})[0].device()
     demo.work.mkdir(parents=True, exist_ok=True)
     return demo.app.resolve(), " ".join(f"{key}={_quoted(key, value)}" for key, value in given.items())
 
