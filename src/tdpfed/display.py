@@ -169,6 +169,8 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     )
     title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
     table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
     up, down = summary["uplink_bytes"] / 1e6, summary["downlink_bytes"] / 1e6
     rate = summary["compression_rate"]
     best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])

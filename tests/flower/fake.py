@@ -9,6 +9,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.app.error import Error
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.run import Run
@@ -19,7 +20,7 @@ from torch import nn
 from tdpfed.config import Config, load_config
 from tdpfed.engine.simulate import Simulation
 from tdpfed.experiment import prepare
-from tdpfed.flower import client_app
+from tdpfed.flower import client_app, envelope
 from tdpfed.flower.private import PrivateStore
 from tdpfed.flower.server_app import run_server
 from tdpfed.flower.settings import Flower, as_run_config
@@ -88,6 +89,10 @@ def flat(tables: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_nudge(message: Message) -> bool:
+    return bool(envelope.fields_of(message).get(envelope.NUDGE))
+
+
 class FakeGrid(Grid):
     """Hands messages to ClientApps at once; ``tamper`` may change a node's replies, or swallow them with None."""
 
@@ -138,10 +143,14 @@ class FakeGrid(Grid):
             self.asked.append(message)
             numbers.append(number)
             node = message.metadata.dst_node_id
+            if is_nudge(message):  # the app waits for the right moment, a grid does not
+                self.replies[number] = Message(RecordDict(), reply_to=message)
+                continue
             try:
                 answer = self.app(message, self.contexts[node])
             except Exception as error:
-                answer = Message(Error(0, str(error)), reply_to=message)
+                reason = f"{type(error)}:<'{error}'>"  # as Flower's own process has it
+                answer = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
             answer.metadata.__dict__["_src_node_id"] = node
             if message.metadata.message_type == "train" and node - 100 in self.tamper:
                 changed = self.tamper[node - 100](answer)

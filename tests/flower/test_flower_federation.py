@@ -5,6 +5,7 @@ The first tests run with all others; those marked slow take minutes: ``python -m
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 
 from tdpfed.config import Config, load_config
 from tdpfed.experiment import prepare
+from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
 from tdpfed.flower.envelope import ENVELOPE, REQUESTS
@@ -272,6 +274,34 @@ def test_ctrl_c_leaves_nothing_behind(work: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell children")
+def test_a_killed_demo_leaves_nothing_behind(work: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(work), "--nodes", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    until(lambda: "flwr-clientapp" in (" ".join(left_over(work))) or process.poll() is not None, "work on a node")
+    process.kill()
+    process.wait()
+    until(lambda: not left_over(work), "all processes to end", 30)
+
+
+@pytest.mark.slow
+def test_the_demo_says_why_no_node_can_take_part(work: Path, tmp_path: Path) -> None:
+    init_app(tmp_path / "wards")
+    began = time.monotonic()
+    done = subprocess.run(
+        [*COMMAND, "--out", str(work), "--app", str(tmp_path / "wards"), "--nodes", "2"], capture_output=True,
+        text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert time.monotonic() - began < 200  # and not the 600 seconds of flower.wait
+    said = [line for line in done.stderr.splitlines() if line.startswith("node-")]
+    assert len(said) == 2, done.stderr
+    assert all(line.endswith("its app failed: task.load: failed (KeyError: 'data')") for line in said)
+    assert "error: no node can take part; the last: node-" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_a_node_killed_and_started_again_keeps_its_model(work: Path) -> None:
     trial = Trial(work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", deadline=30.0)
     with trial.federation as federation:
@@ -326,6 +356,49 @@ def test_a_killed_server_goes_on_from_its_checkpoint(work: Path, victim: str) ->
         trial.finish(federation.submit(work / "app"))
         assert "going on from round" in federation.processes.log("run")
     trial.equals_simulation()
+
+
+ONE_BEHIND = """
+import flwr.supernode.start_client_internal as internal
+pull, times = internal._pull_and_store_message, []
+
+
+def once(**given):
+    # As where the run ends before the SuperLink hears that the message has come: nobody waits for the reply.
+    found = pull(**given)
+    times.append(found)
+    return None if found is not None and len([one for one in times if one is not None]) == 1 else found
+
+
+internal._pull_and_store_message = once
+from flwr.supernode.cli.flower_supernode import flower_supernode
+flower_supernode()
+"""
+
+
+@pytest.mark.slow
+def test_a_supernode_that_is_a_message_behind_is_set_right(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(work, 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=4", deadline=60.0)
+    behind = work / "behind"
+    behind.write_text(f"#!{sys.executable}\n{ONE_BEHIND}")
+    behind.chmod(0o755)
+    with trial.federation as federation:
+        federation.start_superlink()
+        federation.register()
+        trial.start_node(0)
+        path = federations.command_path
+        monkeypatch.setattr(
+            federations, "command_path", lambda name: str(behind) if name == "flower-supernode" else path(name)
+        )
+        trial.start_node(1)
+        monkeypatch.setattr(federations, "command_path", path)
+        trial.finish(federation.submit(work / "app"))
+    trial.equals_simulation()
+    assert [line["lost"] for line in trial.rounds()] == [{}] * 4
+    told = re.findall(r"(Receiving|Sending): (\w+) message", federation.processes.log("node-1"))
+    first, last = (told.index(("Receiving", "query")), len(told) - told[::-1].index(("Receiving", "train")))
+    assert told[first + 1] == ("Receiving", "query"), told  # the reply to the first message stays, until it is nudged
+    assert told[last] == ("Sending", "train"), told  # in the end none stays: two replies were sent in one go
 
 
 @pytest.mark.slow

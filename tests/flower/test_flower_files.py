@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import sys
 import time
-import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.config_utils import load_and_validate
-from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
-from tdpfed.config import load_config
 from tdpfed.errors import TDPFedError
-from tdpfed.flower import demo as demos
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import default_tables, init_app
-from tdpfed.flower.demo import Demo, follow, interruptible, node_settings, run_demo, speed
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes, marked
-from tdpfed.flower.settings import read_settings
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 
@@ -165,6 +159,25 @@ def test_names_that_flower_would_refuse_are_refused_first(tmp_path: Path, name: 
     assert not (tmp_path / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("class", "a word of Python's own"), ("Torch", "'torch' is"), ("tdpfed", "'tdpfed' is"), ("json", "'json' is")],
+)
+def test_names_that_would_hide_another_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tdpfed", "flower", "init", name], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "wards").mkdir()
+    assert init_app(tmp_path / "wards")
+
+
 def test_an_app_is_never_written_over_something(tmp_path: Path) -> None:
     init_app(tmp_path / "mine")
     with pytest.raises(TDPFedError, match="already there"):
@@ -263,6 +276,33 @@ def test_what_is_started_while_others_end_is_ended_too(tmp_path: Path, monkeypat
     assert marked(processes.mark) == []
 
 
+KILLED = f"""
+import os, sys, time
+from pathlib import Path
+from tdpfed.flower.processes import Processes
+with Processes(Path(sys.argv[1])) as processes:
+    processes.start("stubborn", [sys.executable, "-c", {STUBBORN!r}], os.environ)
+    while "up" not in processes.log("stubborn"):
+        time.sleep(0.05)
+    print(processes.mark, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell children")
+def test_when_we_are_killed_those_we_started_end_too(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    mark = process.stdout.readline().strip()
+    assert len(marked(mark)) == 1
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
 def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
     with Processes(tmp_path, patience=0.5) as processes:
         processes.start("one", [sys.executable, "-c", STUBBORN], os.environ)
@@ -274,201 +314,16 @@ def test_one_process_can_be_ended_and_started_again(tmp_path: Path) -> None:
     assert processes.log("other") == ""
 
 
-# -- the demo, up to where Flower begins -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"nodes": 0}, "--nodes: 0 given"),
-        ({"nodes": 100}, "--nodes: 100 given, must be at least 1 and at most 64"),
-        ({"rounds": 0}, "--rounds: 0 given"),
-        ({"node_config": "a=1"}, "--node-config: 'a=1' given, must be left out without --app"),
-    ],
-)
-def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(TDPFedError, match=words):
-        Demo(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"algorithm": "fedagv"}, "did you mean 'fedavg'"),
-        ({"overrides": ("run.nothing=1",)}, "unknown 'nothing'"),
-        ({"overrides": ("robust.attack=alie",)}, "robust.attack: 'alie' given, must be left out"),
-        ({"overrides": ("flower.deadlin=9",)}, "did you mean 'deadline'"),
-        ({"app": Path("nowhere")}, "--app: 'nowhere' is no app with a configuration"),
-    ],
-)
-def test_a_demo_that_cannot_run_writes_nothing(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(TDPFedError, match=words):
-        run_demo(Demo(tmp_path / "demo", **options), print, print)
-    assert not (tmp_path / "demo").exists()
-
-
-def test_what_nodes_of_an_own_app_are_told(tmp_path: Path) -> None:
-    demo = Demo(tmp_path, app=tmp_path, node_config="ward=\"A 1\" data='/x/y' beds=30")
-    assert node_settings(demo, 0) == {"ward": "A 1", "data": "/x/y", "beds": 30}
-    with pytest.raises(TDPFedError, match="--node-config: 'ward' given"):
-        node_settings(Demo(tmp_path, app=tmp_path, node_config="ward"), 0)
-    with pytest.raises(TDPFedError, match=r"--node-config: .* cannot be read"):
-        node_settings(Demo(tmp_path, app=tmp_path, node_config="a='b"), 0)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for options in ({}, {"app": tmp_path / "wards"}):
-        if options:
-            init_app(tmp_path / "wards")
-        with pytest.raises(TDPFedError, match="--out: cannot write to"):
-            run_demo(Demo(tmp_path / "file" / "x", **options), print, print)  # type: ignore[arg-type]
-
-
-def test_the_same_in_simulation_is_a_command_that_runs(tmp_path: Path) -> None:
-    overrides = ('algorithm.include=["fc*"]', "flower.deadline=9", " flower.max_samples=5000")
-    program, run, name, *told = shlex.split(Demo(tmp_path, overrides=overrides).same)
-    assert (program, run, name) == ("tdpfed", "run", "digits")
-    config = load_config("digits", told[1::2])
-    assert config.algorithm["include"] == ("fc*",)
-    assert config.run.rounds == 3
-
-
-def test_lists_reach_an_own_app(tmp_path: Path, without_flower: list[str]) -> None:
-    init_app(tmp_path / "wards")
-    with (tmp_path / "wards" / "pyproject.toml").open("a") as file:
-        file.write("\n")
-    given = ('algorithms.tdpfed.include=["fc1*", "fc2*"]', "flower.max_samples=77")
-    with pytest.raises(TDPFedError, match="the run did not start"):
-        run_demo(Demo(tmp_path / "demo", app=tmp_path / "wards", overrides=given), print, print)
-    read = parse_config_args([without_flower[-1]])
-    config, flower = read_settings(read)
-    assert config.algorithm["include"] == ("fc1*", "fc2*")
-    assert flower.max_samples == 77
-    with pytest.raises(TDPFedError, match="both kinds of quotes"):
-        run_demo(Demo(tmp_path / "a'\"b", app=tmp_path / "wards"), print, print)
-
-
-def test_lines_are_followed_to_the_last(tmp_path: Path) -> None:
-    file = tmp_path / "rounds.jsonl"
-    seen: list[Any] = []
-    parts = iter(["", '{"round": 1}\n{"rou', 'nd": 2}\n'])  # half a line is not a line yet
-
-    def running() -> bool:
-        text = next(parts)
-        with file.open("a") as out:
-            out.write(text)
-        return not text.startswith("nd")
-
-    follow(file, running, seen.append)
-    assert seen == [{"round": 1}, {"round": 2}]
-
-
-def test_a_terminated_demo_ends_as_an_interrupted_one() -> None:
-    def terminated() -> None:
-        with interruptible():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-
-    with pytest.raises(KeyboardInterrupt):
-        terminated()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_speed_is_rounds_per_minute_and_our_share() -> None:
-    lines = [{"train_seconds": 10.0, "server_seconds": 0.1, "client_seconds": 0.4}] * 2
-    assert speed(lines) == {"rounds_per_minute": 6.0, "own_share": pytest.approx(0.05)}
-    assert speed([]) == {"rounds_per_minute": None, "own_share": None}
-
-
-class FakeProcess:
-    pid = 0
-
-    def poll(self) -> int:
-        return 0
-
-
-@pytest.fixture
-def without_flower(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A federation whose processes are not started; what would have been done is noted."""
-    done: list[str] = []
-    for name in ("start_superlink", "register"):
-        monkeypatch.setattr(federations.LocalFederation, name, lambda self, name=name: done.append(name))
-    monkeypatch.setattr(federations.LocalFederation, "start_node", lambda self, k, given: done.append(f"node {k}"))
-
-    def submit(self: Any, path: Path, overrides: str = "") -> FakeProcess:
-        done.append(overrides)
-        return FakeProcess()
-
-    monkeypatch.setattr(federations.LocalFederation, "submit", submit)
-    return done
-
-
-def test_a_run_that_does_not_start_says_what_flower_said(tmp_path: Path, without_flower: list[str]) -> None:
-    (tmp_path / "demo" / "logs").mkdir(parents=True)
-    with pytest.raises(TDPFedError, match="already there and not empty"):
-        run_demo(Demo(tmp_path / "demo"), print, print)
-    with pytest.raises(TDPFedError, match="the run did not start: nothing was said"):
-        run_demo(Demo(tmp_path / "other"), print, print)
-    assert without_flower == ["start_superlink", "register", "node 0", "node 1", "node 2", ""]
-    config = tomllib.loads((tmp_path / "other" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert config["flower"]["out"] == str(tmp_path / "other" / "run")
-    assert config["algorithm"]["name"] == "tdpfed"
-
-
-def test_an_own_app_is_checked_before_anything_starts(tmp_path: Path, without_flower: list[str]) -> None:
-    init_app(tmp_path / "wards")
-
-    def tried(*overrides: str) -> None:
-        run_demo(Demo(tmp_path / "demo", app=tmp_path / "wards", overrides=overrides), print, print)
-
-    for setting, words in (
-        ("algorithms.tdpfed.tau=-1", "algorithms?.tau: -1 given|tau: -1 given"),
-        ("run.nothing=1", "does not stand in the app's pyproject.toml"),
-    ):
-        with pytest.raises(TDPFedError, match=words):
-            tried(setting)
-        assert not (tmp_path / "demo").exists()
-    with pytest.raises(TDPFedError, match="the run did not start"):
-        tried("flower.deadline=9.5", "algorithms.tdpfed.tau=2")
-    assert without_flower[-1].endswith('"tdpfed" flower.deadline=9.5 algorithms.tdpfed.tau=2')
-
-
-def test_the_command_line_shows_the_summary(
-    tmp_path: Path, without_flower: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fake import digits, simulated
-
-    from tdpfed.engine.folder import summarize
-
-    simulation = simulated(digits("algorithm.name=fedavg"), 1)
-    made = {**summarize(simulation, [simulation.record(1.0)], model="dnn", status="finished"), "error": None}
-    made |= {"rounds_per_minute": 6.0, "own_share": 0.04}
-
-    def ran(demo: Demo, tell: Any, on_round: Any) -> dict[str, Any]:
-        tell("starting")
-        on_round({"round": 1, "lost": {"1": "not there"}, "refused": ["x"], "replies": 2, "seconds": 1.0})
-        return made
-
-    monkeypatch.setattr(demos, "run_demo", ran)
-    done = CliRunner().invoke(app, ["flower", "demo", "--out", str(tmp_path / "x")])
-    assert done.exit_code == 0, done.output
-    assert "round 1 of 3: 2 replies, 1 lost, 1 refused, 1.0 s" in done.stderr
-    assert "6.0 rounds per minute, 4.00 %" in done.stderr
-    assert "tdpfed run digits --set run.rounds=3" in done.stderr
-    assert "imports apart" in done.stderr
-    made |= {"status": "failed", "error": "round 2: no"}
-    done = CliRunner().invoke(app, ["flower", "demo", "--json", "--app", ".", "--out", str(tmp_path / "x")])
-    assert done.exit_code == 1
-    assert "the run failed: round 2: no" in done.stderr
-    monkeypatch.setattr(demos, "run_demo", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert CliRunner().invoke(app, ["flower", "demo", "--out", str(tmp_path / "y")]).exit_code == 130
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 def test_init_and_keys_from_the_command_line(tmp_path: Path) -> None:
     for command, place in (("init", "ward"), ("keys", "keys")):
         done = CliRunner().invoke(app, ["flower", command, str(tmp_path / place)])
         assert done.exit_code == 0, done.output
+        if command == "init":
+            told = shlex.split(done.stderr.partition("here with: tdpfed flower demo ")[2])
+            assert told == ["--app", str(tmp_path / place), "--node-config", "data=/PATH/TO/node-{partition-id}.npz"]
         done = CliRunner().invoke(app, ["flower", command, str(tmp_path / f"{place}-json"), "--json"])
         assert f'"folder": "{tmp_path / place}-json"' in done.stdout
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,8 +347,12 @@ def test_a_node_that_leaves_is_not_waited_for_and_may_come_back(tmp_path: Path) 
 
 def test_too_few_nodes_end_the_run_with_a_reason(tmp_path: Path) -> None:
     case = Case(tmp_path, *QUICK, wait=0.01)
-    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients came"):
+    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients came within 0.01 seconds, at least 1 must$"):
         case.run(case.grid(nodes=[]))
+    case.task.load = lambda node_config: node_config["data"]  # type: ignore[method-assign]
+    words = r"at least 1 must; the last: node 10\d .* its app failed: task.load: failed \(KeyError: 'data'\)"
+    with pytest.raises(TDPFedError, match=words):
+        case.run()
 
 
 def test_a_node_that_fails_at_first_contact_is_turned_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -448,8 +453,13 @@ def test_a_finished_run_may_be_made_longer_but_not_changed(tmp_path: Path) -> No
     case.run()
     with pytest.raises(TDPFedError, match="has its 3 rounds"):
         case.run()
-    with pytest.raises(TDPFedError, match=r"algorithm.eta: 0.5 given, must be 0.05"):
-        case.run(changed={"algorithm.eta": 0.5})
+    with pytest.raises(TDPFedError, match=r"algorithm.eta: 0.5 given, must be 0.05; run.seed: 9 given, must be 0, as"):
+        case.run(changed={"algorithm.eta": 0.5, "run.seed": 9})
+    many = {f"algorithm.{key}": 7 for key in ("eta", "tau", "batch_size")}
+    many |= {f"run.{key}": 7 for key in ("seed", "evaluate_every", "threads")}
+    many |= {"checkpoint.keep": 7, "checkpoint.every": 7, "participation.attempts": 7, "participation.quorum": 3}
+    with pytest.raises(TDPFedError, match=r"algorithm.batch_size: 7 .*; and 2 more, as in the run"):
+        case.run(changed=many)
     assert case.run(changed={"run.rounds": 5})["rounds"] == 5
     assert worst(tmp_path, simulated(case.config, 5)) <= 1e-6
 
@@ -527,6 +537,10 @@ def test_the_server_app_names_the_error_and_lets_flower_see_it(
     with pytest.raises(TDPFedError, match=r"run.rounds: -1 given"):
         app(grid, context)
     assert "tdpfed: run.rounds: -1 given" in caplog.text
+    with pytest.raises(TDPFedError) as raised:
+        app(grid, context)
+    places = traceback.extract_tb(raised.value.__traceback__)
+    assert "checked.py" not in {Path(place.filename).name for place in places}  # not where it was found, a page long
     app(grid, replace(context, run_config=case.settings))
     assert "INSECURE" in caplog.text
 
@@ -544,5 +558,5 @@ def test_configurations_of_both_kinds_are_the_same(tmp_path: Path) -> None:
     from tdpfed.flower.settings import read_settings
 
     again, flower = read_settings(run_config(config, tmp_path))
-    assert again.model_copy(update={"data": config.data}) == config
+    assert again.model_copy(update={"data": config.data, "model": config.model}) == config
     assert flower.nodes == NODES

@@ -33,10 +33,9 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
             "algorithm.include": '["fc*"]',
             "algorithm.ranks": "{'fc1.weight' = 3}",
             "flower.nodes": 4,
-            "data.name": "wards",
         }
     )
-    assert (config.run.rounds, config.algorithm["tau"], flower.nodes, config.data.name) == (7, 5, 4, "wards")
+    assert (config.run.rounds, config.algorithm["tau"], flower.nodes, config.data.name) == (7, 5, 4, "own data")
     assert (config.algorithm["include"], config.algorithm["ranks"]) == (("fc*",), {"fc1.weight": 3})
     assert read_settings({})[1] == Flower()
 
@@ -56,7 +55,11 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"data.clients": 3}, "data.clients: 3 given, comes from the app's task.py"),
         ({"participation.dropout": 0.5}, "participation.dropout: 0.5 given, must be 0: real nodes"),
         ({"robust.attack": "alie"}, "robust.attack: 'alie' given, must be left out"),
-        ({"privacy.clip": 1.0}, "every node knows the seed"),
+        ({"data.name": "mnist"}, "data.name: 'mnist' given, comes from the app's task.py"),
+        ({"model.name": "dnn"}, "model.name: 'dnn' given, comes from the app's task.py"),
+        ({"privacy.clip": 1.0, "privacy.noise": 1.0}, "privacy.clip: 1.0 given, .* every node knows the seed"),
+        ({"privacy.epsilon": 3.0}, "privacy.epsilon: 3.0 given, must be left out"),
+        ({"privacy.delta": 1e-3}, "privacy.delta: 0.001 given, must be left out"),
         ({"run.diagnostics_every": 1}, "run.diagnostics_every: 1 given"),
         ({"run.seeds": 3}, "run.seeds: 3 given, must be 1"),
         ({"run.evaluate_clients": 3}, "run.evaluate_clients: 3 given, must be left out"),

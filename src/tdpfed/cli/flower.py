@@ -1,8 +1,8 @@
 """Commands for a deployment on Flower: a new app, keys, and a whole federation on one machine."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,8 @@ def init(
         print_json({"folder": str(folder), "files": [str(file) for file in files]})
         return
     typer.echo("\n".join(str(file) for file in files))
-    tell([f"next: change task.py, then try it here with: tdpfed flower demo --app {folder}"])
+    told = shlex.join(["--app", str(folder), "--node-config", "data=/PATH/TO/node-{partition-id}.npz"])
+    tell([f"next: change task.py, then try it here with: tdpfed flower demo {told}"])
 
 
 @flower.command()
@@ -65,18 +66,29 @@ def keys(
 
 @flower.command()
 def demo(
-    nodes: Annotated[int, typer.Option(help="How many SuperNodes, each a client.")] = 3,
-    rounds: Annotated[int, typer.Option(help="Communication rounds.")] = 3,
+    nodes: Annotated[
+        int | None, typer.Option(help="How many SuperNodes, each a client; 3, or with --app as the app has it.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="Communication rounds; 3, or with --app as the app has it.")
+    ] = None,
     algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="tdpfed, fedavg, fedavg_sar, pfedme, perfedavg or local.")
-    ] = "tdpfed",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="tdpfed (default), fedavg, fedavg_sar, pfedme, perfedavg or local; with --app as the app has it.",
+        ),
+    ] = None,
     set_: Set = None,
     own: Annotated[
         Path | None,
         typer.Option("--app", metavar="DIR", help="Your own app, of tdpfed flower init, in place of the digits."),
     ] = None,
     node_config: Annotated[
-        str, typer.Option(metavar="KEY=VALUE...", help="With --app: what every node is told beside its partition-id.")
+        str,
+        typer.Option(
+            metavar="KEY=VALUE...", help="With --app: what nodes are told; {partition-id} in a value is each one's own."
+        ),
     ] = "",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for it all; runs/flower-ALGORITHM-TIME by default.")
@@ -89,10 +101,10 @@ def demo(
     """Run a federation on this machine: a SuperLink and SuperNodes as real processes, with TLS and authentication."""
     _need_flower()
     from tdpfed.display import percent, summary_table
-    from tdpfed.flower.demo import Demo, run_demo
+    from tdpfed.flower.demo import plan, run_demo
 
-    work = out or Path("runs") / f"flower-{algorithm}-{datetime.now():%Y%m%d-%H%M%S}"
-    asked = Demo(work, nodes, rounds, algorithm, tuple(set_ or ()), own, node_config, insecure)
+    asked = plan(out, nodes, rounds, algorithm, set_ or (), own, node_config, insecure)
+    work = asked.work
     try:
         with _progress(asked.rounds) as (say, on_round):
             summary = run_demo(asked, say, on_round)
@@ -103,10 +115,11 @@ def demo(
         print_json({**summary, "folder": str(asked.run)})
     else:
         Console().print(summary_table(summary, str(asked.run)))
+        tell([f"run folder: {asked.run}"])  # a narrow table breaks it
     speed = summary["rounds_per_minute"]
     if speed is not None:
         own_code = f"{percent(summary['own_share'])} of it in tdpfed's own code, imports apart"
-        tell([f"{speed:.1f} rounds per minute, {own_code}"])
+        tell([f"{speed:.1f} rounds per minute without evaluations, {own_code}"])
     if own is None:
         tell([f"personalised models: {work}/node-K/state", f"the same in simulation: {asked.same}"])
     if summary["status"] != "finished":

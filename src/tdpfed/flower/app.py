@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 from importlib import resources
+from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
             "begin with a letter and have at most 32 characters"
         )
     package = folder.name.replace("-", "_").lower()
+    _check_package(folder.name, package)
     words = {"NAME": folder.name, "PACKAGE": package, "CONFIG": _config(tables or default_tables())}
     source = resources.files("tdpfed.flower") / "template"
     files = {".gitignore": IGNORED, f"{package}/__init__.py": f'"""The app {folder.name}."""\n'}
@@ -41,6 +44,15 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
         place = f"{package}/{name}" if name.endswith(".py") else name
         files[place] = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text)
     return write_folder(folder, {place: text.encode() for place, text in files.items()})
+
+
+def _check_package(name: str, package: str) -> None:
+    """Refuse a name that cannot be a package, or whose package would be found in place of another."""
+    if iskeyword(package):
+        raise TDPFedError(f"DIR: the folder's name {name!r} is the app's, must not be a word of Python's own")
+    found = find_spec(package)
+    if found is not None and found.origin is not None:  # where None it is a folder that we stand beside
+        raise TDPFedError(f"DIR: the folder's name {name!r} is the app's, must not be that of a module: {package!r} is")
 
 
 def default_tables() -> dict[str, dict[str, Any]]:

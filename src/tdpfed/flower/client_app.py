@@ -9,6 +9,9 @@ from tdpfed.flower import envelope
 from tdpfed.flower.node import Node
 from tdpfed.flower.task import Task
 
+TOGETHER = 5.0
+"""Seconds of the clock at whose multiples nudges are answered, so that two of them are answered in one go."""
+
 
 def client_app(task: Task) -> ClientApp:
     """Return the ClientApp of a task."""
@@ -16,6 +19,9 @@ def client_app(task: Task) -> ClientApp:
 
     @app.query()
     def hello(message: Message, context: Context) -> Message:
+        if envelope.fields_of(message).get(envelope.NUDGE):
+            time.sleep(-time.time() % TOGETHER)
+            return envelope.reply(message, {}, None, {})
         return envelope.reply(message, _node(task, context).hello(), None, {})
 
     @app.train()

@@ -8,11 +8,11 @@ import json
 import shlex
 import signal
 import threading
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,17 @@ from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
 from tdpfed.flower.settings import Flower, as_run_config, flat, read_settings
+from tdpfed.flower.watch import Complaints, OnRound, Tell, follow, speed, why
 
 CLASSES = 10
 MOST = 64
 """Nodes of a demo: each is three processes."""
 
-Tell = Callable[[str], None]
-OnRound = Callable[[Mapping[str, Any]], None]
+OPTIONS = {
+    "flower.out": "--out", "flower.nodes": "--nodes", "flower.insecure": "--insecure", "run.rounds": "--rounds",
+    "algorithm.name": "--algorithm", "data.clients": "--nodes",
+}  # fmt: skip
+"""Keys that are set by an option of their own, and by nothing else."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,26 @@ class Demo:
         return self.work.resolve() / "run"
 
 
+def plan(
+    out: Path | None, nodes: int | None, rounds: int | None, algorithm: str | None, overrides: Sequence[str] = (),
+    app: Path | None = None, node_config: str = "", insecure: bool = False,
+) -> Demo:  # fmt: skip
+    """Return a demo; what is not given is as the app has it, and without one as in :class:`Demo`."""
+    own: dict[str, Any] = {}
+    if app is not None:
+        config, flower = _read_app(app)[1]
+        own = {"nodes": flower.nodes, "rounds": config.run.rounds, "algorithm": config.algorithm["name"]}
+    given = {"nodes": nodes, "rounds": rounds, "algorithm": algorithm}
+    own |= {key: value for key, value in given.items() if value is not None}
+    name = own.get("algorithm", Demo.algorithm)
+    work = out or Path("runs") / f"flower-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    return Demo(work, **own, overrides=tuple(overrides), app=app, node_config=node_config, insecure=insecure)
+
+
 def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
     """Run a demo to its end and return the summary; no process is left, whatever happens."""
     RunFolder.check(demo.work)
+    _check_overrides(demo)
     told = [node_settings(demo, number) for number in range(demo.nodes)]
     try:
         app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
@@ -93,7 +114,13 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
         for number in range(demo.nodes):
             federation.start_node(number, told[number])
         process = federation.submit(app, overrides)
-        follow(demo.run / ROUNDS, lambda: process.poll() is None, on_round)
+        complaints = Complaints(federation.processes.logs, demo.nodes, tell)
+
+        def running() -> bool:
+            complaints.look()
+            return process.poll() is None
+
+        follow(demo.run / ROUNDS, running, on_round)
         return _summary(demo, federation)
 
 
@@ -114,7 +141,7 @@ def deal(config: Config, demo: Demo) -> None:
 
 
 def node_settings(demo: Demo, number: int) -> dict[str, Any]:
-    """Return what a node is told beside its number."""
+    """Return what a node is told beside its number, which may stand in a value as ``{partition-id}``."""
     if demo.app is None:
         return {"data": str(demo.work.resolve() / f"node-{number}" / "data.npz")}
     try:
@@ -123,22 +150,10 @@ def node_settings(demo: Demo, number: int) -> dict[str, Any]:
         raise TDPFedError(f"--node-config: {demo.node_config!r} given, which cannot be read ({error})") from None
     if not all(name and equals for name, equals, _ in pairs):
         raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs with spaces between")
-    return {name: _value(text) for name, _, text in pairs}
-
-
-def follow(file: Path, running: Callable[[], bool], on_round: OnRound) -> None:
-    """Call ``on_round`` for each line that appears in a file while something runs."""
-    seen, more = 0, True
-    while more:
-        more = running()  # before the look, so that the last lines are seen
-        lines: list[str] = []
-        with suppress(FileNotFoundError):
-            lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-        for line in lines[seen:]:
-            on_round(json.loads(line))
-        seen = max(seen, len(lines))
-        if more:
-            time.sleep(0.2)
+    for name in ("partition-id", "num-partitions"):
+        if name in (pair[0] for pair in pairs):
+            raise TDPFedError(f"--node-config: {name!r} given, must be left out: a demo tells each node its own")
+    return {name: _value(text.replace("{partition-id}", str(number))) for name, _, text in pairs}
 
 
 @contextmanager
@@ -163,44 +178,74 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _check_overrides(demo: Demo) -> None:
+    """Refuse settings that the demo itself makes, and those that its own app would not look at."""
+    for setting in demo.overrides:
+        key = setting.partition("=")[0].strip()
+        if key in OPTIONS:
+            raise TDPFedError(f"--set: {key!r} given, must be given as {OPTIONS[key]} in a demo")
+        if demo.app is None and (key.startswith("model.") or key == "data.name"):
+            raise TDPFedError(
+                f"--set: {key!r} given, must be left out: a demo has its own model and data, or your --app"
+            )
+
+
 def _digits_app(demo: Demo) -> tuple[Path, str]:
     """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
     special = [setting for setting in demo.overrides if _own_key(setting)]
     config = load_config("digits", [setting for setting in demo.settings if setting not in special])
     flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
     tables = as_run_config(config, flower)
-    tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}, "data": {"name": "digits"}}
+    tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}}
     for setting in special:
         key, _, text = setting.partition("=")
         tables["flower"][key.strip().removeprefix("flower.")] = _value(text)
-    read_settings(flat(tables))
+    read_settings(flat(tables))[0].device()
     deal(config, demo)
     init_app(demo.work / "app", tables)
     return demo.work / "app", ""
 
 
-def _own_app(demo: Demo) -> tuple[Path, str]:
-    """Return the user's app and what a demo changes of its configuration, as Flower takes it."""
-    assert demo.app is not None
+def _read_app(app: Path) -> tuple[dict[str, Any], tuple[Config, Flower]]:
+    """Return the configuration in an app's pyproject.toml, as it stands there and checked."""
+    file = app / "pyproject.toml"
     try:
-        project = tomllib.loads((demo.app / "pyproject.toml").read_text(encoding="utf-8"))
+        project = tomllib.loads(file.read_text(encoding="utf-8"))
         known = flat(project["tool"]["flwr"]["app"]["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TDPFedError(
-            f"--app: {str(demo.app)!r} is no app with a configuration ({type(error).__name__}: {error}); "
+            f"--app: {str(app)!r} is no app with a configuration ({type(error).__name__}: {error}); "
             "make one with tdpfed flower init DIR"
         ) from None
-    given = {
-        "run.rounds": demo.rounds, "flower.nodes": demo.nodes, "flower.out": str(demo.run),
-        "flower.insecure": demo.insecure, "algorithm.name": demo.algorithm,
+    try:
+        return known, read_settings(known)
+    except TDPFedError as error:
+        raise TDPFedError(f"{file}: {error}") from None
+
+
+def _own_app(demo: Demo) -> tuple[Path, str]:
+    """Return the user's app and what a demo changes of its configuration, as Flower takes it."""
+    assert demo.app is not None
+    known, (config, flower) = _read_app(demo.app)
+    has = {
+        "flower.nodes": flower.nodes, "flower.insecure": flower.insecure, "run.rounds": config.run.rounds,
+        "algorithm.name": config.algorithm["name"],
     }  # fmt: skip
+    asked = {
+        "flower.out": str(demo.run), "flower.nodes": demo.nodes, "flower.insecure": demo.insecure,
+        "run.rounds": demo.rounds, "algorithm.name": demo.algorithm,
+    }  # fmt: skip
+    given = {key: value for key, value in asked.items() if has.get(key) != value}
     for setting in demo.overrides:
         key, _, text = setting.partition("=")
         given[key.strip()] = _value(text)
+    read_settings({**known, **given})[0].device()
     for key in given:
         if key not in known:
-            raise TDPFedError(f"--set: {key!r} does not stand in the app's pyproject.toml, and Flower changes no other")
-    read_settings({**known, **given})
+            raise TDPFedError(
+                f"{OPTIONS.get(key, '--set')}: {key!r} does not stand in the app's pyproject.toml, and Flower changes "
+                "no other; write it there"
+            )
     demo.work.mkdir(parents=True, exist_ok=True)
     return demo.app.resolve(), " ".join(f"{key}={_quoted(key, value)}" for key, value in given.items())
 
@@ -233,22 +278,8 @@ def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((demo.run / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        said = [words for line in federation.processes.log("run").splitlines() if (words := line.strip(" ╭─╮│╰╯"))]
-        reason = next((line for line in said if "tdpfed:" in line), " ".join(said[-6:]) or "nothing was said")
-        raise TDPFedError(f"the run did not start: {reason} (logs in {demo.work / 'logs'})") from None
+        raise TDPFedError(f"{why(federation.processes.log('run'))} (logs in {demo.work / 'logs'})") from None
+    if demo.app is None:
+        summary |= {"dataset": "digits", "model": "dnn"}
     lines = (demo.run / ROUNDS).read_text(encoding="utf-8").splitlines() if (demo.run / ROUNDS).exists() else []
     return {**summary, **speed([json.loads(line) for line in lines])}
-
-
-def speed(rounds: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return rounds per minute, and which part of that time is this package's own.
-
-    That is what the server app did outside of calls to Flower, and the longest time that a node had a message in hand;
-    imports, PyTorch's above all, come before that and are not in it.
-    """
-    whole = sum(line["train_seconds"] for line in rounds)
-    own = sum(line["server_seconds"] + (line["client_seconds"] or 0.0) for line in rounds)
-    return {
-        "rounds_per_minute": 60 * len(rounds) / whole if whole else None,
-        "own_share": own / whole if whole else None,
-    }

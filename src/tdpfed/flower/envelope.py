@@ -13,6 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from tdpfed.wire import Rejected
 
 FIELDS, WIRE, METRICS = "tdpfed", "wire", "metrics"
+NUDGE = "nudge"
+"""The field of a message that asks for nothing: see :mod:`tdpfed.flower.exchange`."""
+
 STYPE = "tdpfed.wire"
 ENVELOPE = 1024
 """Bytes that Flower's records, object headers and our metrics add to an upload; 100 more for every 5 MiB of it."""

@@ -3,22 +3,41 @@
 Flower's own ``send_and_receive`` looks every three seconds and returns all or nothing; this one looks more often,
 hands replies on as they come, and stops at the deadline. Flower may wait for the parts of one reply for hours: a fetch
 has a thread of its own, the others are not kept waiting, and at the deadline it is left to itself.
+
+A SuperNode of Flower 1.41 can come to be one message behind: it got a message of a run that ended at that moment,
+keeps the reply to it, and from then on sends the reply to message n only when message n + 1 comes. So nodes that do not
+answer are nudged: a message without work, upon which such a node sends what it holds. Two at once, answered at the same
+moment, set it right, as it then sends both replies in one go. A nudge is void after a few seconds, and a node that
+trains does not look for messages: it is those that wait which get it. Nobody reads its answer.
 """
 
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from flwr.app import Message
+from flwr.app import Error, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+
+from tdpfed.errors import TDPFedError
+from tdpfed.flower import envelope
 
 LOOK = 0.1
 """Seconds between two looks for replies; with many nodes longer."""
 
 SLOW = 2.0
 """Seconds that a fetch is waited for before the next one is begun beside it; less where several take long."""
+
+NUDGE, VOID = 30.0, 5.0
+"""Seconds until a node that is silent is nudged, at most half of the deadline; then after twice as long, and so on,
+the last time when a tenth of the deadline is left. And how long a nudge holds: a node that waits looks every three."""
+
+ITS_OWN = "its app failed: "
+"""How the error of a node's own app begins; others are Flower's."""
 
 T = TypeVar("T")
 
@@ -49,7 +68,8 @@ class Exchange:
                 yield client, "not sent: the SuperLink does not take the message"
             else:
                 waiting[number] = client
-        end = time.monotonic() + deadline
+        began, nudge = time.monotonic(), min(NUDGE, deadline / 2)
+        end = began + deadline
         fetches: dict[str, _Fetch] = {}  # those that take long
         more = True
         while waiting and more:
@@ -60,10 +80,18 @@ class Exchange:
                 if answer is not None:
                     del waiting[number]
                     yield client, answer
+            if more and time.monotonic() - began > nudge:
+                nudge = min(2 * nudge, 0.9 * deadline) if nudge < 0.9 * deadline else math.inf
+                for client in waiting.values():
+                    self._nudge(messages[client].metadata.dst_node_id)
             if waiting and more:
                 self.pause(min(max(LOOK, 0.01 * len(waiting)), max(0.0, end - time.monotonic())))
         for client in waiting.values():
             yield client, f"no reply within {deadline:g} seconds"
+
+    def _nudge(self, node: int) -> None:
+        for _ in range(2):
+            self._push(envelope.request("query", node, {envelope.NUDGE: True}, None, VOID))
 
     def _push(self, message: Message) -> str | None:
         try:
@@ -86,7 +114,7 @@ class Exchange:
         if not done.found:
             return None
         if done.found[0].has_error():
-            return "failed: " + plain(done.found[0].error.reason or "no reason given")
+            return _failure(done.found[0].error)
         return done.found[0]
 
     def _timed(self, call: Callable[[], T]) -> T:
@@ -113,6 +141,17 @@ class _Fetch(threading.Thread):
             self.found = list(self.grid.pull_messages([self.number]))
         except Exception as error:  # whatever Flower raises
             self.error = error
+
+
+def _failure(error: Error) -> str:
+    """Return the error in a reply in words; what Flower puts around an exception of the app is taken off."""
+    reason = error.reason or "no reason given"
+    whose = (
+        ITS_OWN if error.code in (ErrorCode.CLIENT_APP_RAISED_EXCEPTION, ErrorCode.LOAD_CLIENT_APP_EXCEPTION) else ""
+    )
+    if raised := re.fullmatch(r"<class '(?:\w+\.)*(\w+)'>:<'(.*)'>", reason, re.DOTALL):
+        reason = raised[2] if raised[1] == TDPFedError.__name__ else f"{raised[1]}: {raised[2]}"
+    return (whose or "failed: ") + plain(reason)
 
 
 def plain(text: str, most: int = 400) -> str:

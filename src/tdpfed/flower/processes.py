@@ -1,7 +1,8 @@
 """Child processes that do not outlive us: their output in files, and an end for all of them whatever happens.
 
 Flower's processes start others, some of them in sessions of their own. All inherit a mark in their environment, by
-which those that stay behind are found (on Linux; elsewhere Flower's own watch on parents has to do).
+which those that stay behind are found (on Linux; elsewhere Flower's own watch on parents has to do). Where we are
+killed and can end nobody, Linux ends those we started, and that watch the rest.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,11 @@ from typing import Self
 from tdpfed.errors import TDPFedError
 
 MARK = "TDPFED_FEDERATION"
+LEASH = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Becomes another program that gets SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
 
 class Processes:
@@ -44,9 +51,10 @@ class Processes:
         if name in self.running and self.running[name].poll() is None:
             raise TDPFedError(f"process: {name!r} runs already")
         self.logs.mkdir(parents=True, exist_ok=True)
+        leash = [sys.executable, "-ISc", LEASH, str(os.getpid())] if sys.platform == "linux" else []
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                list(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                [*leash, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**env, MARK: self.mark},
             )  # fmt: skip
         return self.running[name]

@@ -27,7 +27,7 @@ from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
-from tdpfed.flower.settings import Flower, read_settings
+from tdpfed.flower.settings import Flower, flat, read_settings
 from tdpfed.flower.strategy import Outcome, Strategy
 from tdpfed.flower.task import Task
 from tdpfed.loggers import Loggers
@@ -36,6 +36,9 @@ from tdpfed.wire import encoded_size
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
 GLOBAL = "global.safetensors"
+MOST = 8
+"""Keys that are named where two configurations differ."""
+
 ALONE = 20.0
 """Seconds to wait for the run folder: a server app whose SuperLink was killed takes a moment to end."""
 
@@ -54,8 +57,8 @@ def server_app(task: Task) -> ServerApp:
         try:
             run_server(task, grid, context.run_config)
         except TDPFedError as error:
-            log.error("tdpfed: %s", error)
-            raise
+            log.error("tdpfed: %s", " ".join(str(error).split()))
+            raise error.with_traceback(None) from None  # Flower shows it after our line, and where it was is no help
 
     return app
 
@@ -287,12 +290,12 @@ class _Server:
 
 def _check_same(before: Config, now: Config, path: Path) -> None:
     """Refuse to go on with a run under another configuration; it may be made longer."""
-    old, new = before.model_dump(), now.model_dump()
-    for section, values in old.items():
-        for name, value in values.items():
-            key = f"{section}.{name}"
-            if key != "run.rounds" and value != new[section].get(name):
-                raise TDPFedError(
-                    f"{key}: {new[section].get(name)!r} given, must be {value!r} as in the run that "
-                    f"flower.out {str(path)!r} holds; give another folder for another run"
-                )
+    old, new = flat(before.model_dump()), flat(now.model_dump())
+    other = [key for key in sorted(old.keys() | new.keys()) if key != "run.rounds" and old.get(key) != new.get(key)]
+    if not other:
+        return
+    told = "; ".join(f"{key}: {new.get(key)!r} given, must be {old.get(key)!r}" for key in other[:MOST])
+    more = f"; and {len(other) - MOST} more" if len(other) > MOST else ""
+    raise TDPFedError(
+        f"{told}{more}, as in the run that flower.out {str(path)!r} holds; give another folder for another run"
+    )

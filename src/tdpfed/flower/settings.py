@@ -12,7 +12,7 @@ from pydantic import Field
 
 from tdpfed.aggregate import Rule
 from tdpfed.checked import checked
-from tdpfed.config import Config, Data, parse_config, table_at
+from tdpfed.config import Config, Privacy, parse_config, table_at
 from tdpfed.engine.checks import check_settings
 from tdpfed.engine.participation import Participation
 from tdpfed.errors import TDPFedError, raise_all
@@ -50,8 +50,10 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("run.seeds", 1, "1: a deployment is one run"),
     ("run.evaluate_clients", None, "left out: all nodes that are there evaluate"),
     ("engine.state", "auto", "left out: every node keeps its own state, under its state-dir"),
-    ("privacy.clip", None, "left out: every node knows the seed, and with it the noise"),
-    ("privacy.noise", None, "left out: every node knows the seed, and with it the noise"),
+    *(
+        (f"privacy.{key}", field.default, "left out: every node knows the seed, and with it the noise")
+        for key, field in Privacy.model_fields.items()
+    ),
 )
 
 
@@ -65,12 +67,9 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     raise_all(errors)
     assert flower is not None
     for section in ("data", "model"):
-        for key in values.get(section, {}):
-            if key != "name":
-                raise TDPFedError(f"{section}.{key}: {values[section][key]!r} given, {NEEDS_TASK}")
-    values["data"] = {"name": "own data", **values.get("data", {})}
-    values["model"] = {"name": "own model", **values.get("model", {})}
-    config = parse_config(values)
+        for key, given in values.get(section, {}).items():
+            raise TDPFedError(f"{section}.{key}: {given!r} given, {NEEDS_TASK}")
+    config = parse_config({**values, "data": {"name": "own data"}, "model": {"name": "own model"}})
     for key, allowed, why in REFUSED:
         section, _, name = key.partition(".")
         given = getattr(getattr(config, section), name)
@@ -94,9 +93,8 @@ def rule_of(config: Config) -> Rule:
 
 
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
-    """Return settings as tables of Flower's run configuration; ``read_settings`` of it gives them back."""
-    values = config.model_dump(exclude={"data": set(Data.model_fields) - {"name"}})
-    given = {**values, "flower": flower.model_dump()}
+    """Return settings, but data and model, as tables of Flower's run configuration: ``read_settings`` reversed."""
+    given = {**config.model_dump(exclude={"data", "model"}), "flower": flower.model_dump()}
     return {section: {k: v for k, v in table.items() if v is not None} for section, table in given.items()}
 
 

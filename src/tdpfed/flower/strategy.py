@@ -34,6 +34,12 @@ HELLO = 120.0
 AGAIN, SELDOM = 5.0, 600.0
 """Seconds until a node that did not answer is asked again: so long at first, then twice as long, at most the last."""
 
+SILENT, AWAY = "does not say who it is, and will be asked again:", "is turned away:"
+"""What is said of a node that cannot take part, before the reason; the demo looks for it."""
+
+LATE = 10.0
+"""Seconds that a message holds beyond the deadline: it is the deadline that ends the wait, not Flower's own clock."""
+
 LARGEST = 1e30
 """Bound on a loss that a node reports: sums of it are finite."""
 
@@ -78,6 +84,7 @@ class Strategy:
         self.refused: list[Rejected] = []  # in the round that is tried
         self._turned_away: set[int] = set()
         self._silent: dict[int, tuple[int, float]] = {}  # of nodes that did not answer: how often, when to ask again
+        self._why = ""  # the last node that was not let in
         self._claims: dict[int, int] = {}  # by nodes turned away: which client, whose own node is not there
 
     def gather(self, exchange: Exchange) -> None:
@@ -91,6 +98,7 @@ class Strategy:
             raise TDPFedError(
                 f"flower.nodes: {len(self.members)} of {self.flower.nodes} clients came within "
                 f"{self.flower.wait:g} seconds, at least {self.needed} must"
+                + (self._why and f"; the last: {self._why}")
             )
 
     def greet(self, exchange: Exchange) -> None:
@@ -105,15 +113,19 @@ class Strategy:
             if isinstance(answer, str):
                 times = self._silent.get(node, (0, 0.0))[0] + 1
                 self._silent[node] = times, time.monotonic() + min(SELDOM, AGAIN * 2 ** min(times - 1, 10))
-                self.tell(f"node {node} does not say who it is, and will be asked again: {answer}")
+                self._complain(f"node {node} {SILENT} {answer}")
                 continue
             self._silent.pop(node, None)
             try:
                 self._admit(node, answer, online)
             except TDPFedError as error:
                 self._turned_away.add(node)
-                self.tell(f"node {node} is turned away: {error}")
+                self._complain(f"node {node} {AWAY} {error}")
         self._check_claims(online)
+
+    def _complain(self, text: str) -> None:
+        self._why = text
+        self.tell(text)
 
     def _check_claims(self, online: set[int]) -> None:
         """Stop where a run that goes on cannot: its clients are there, but as nodes that are not those of before."""
@@ -305,7 +317,7 @@ class Strategy:
     def _request(self, kind: str, node: int, fields: Mapping[str, envelope.Plain], wire: bytes | None) -> Message:
         starts = ",".join(map(str, self.starts))
         told = {"run": self.run, "session": len(self.starts), "starts": starts, **fields}
-        return envelope.request(kind, node, told, wire, self.flower.deadline)
+        return envelope.request(kind, node, told, wire, self.flower.deadline + LATE)
 
     def state(self) -> dict[str, Any]:
         """Return what a restarted server needs beside the tensors, as plain values."""
