@@ -55,17 +55,18 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_proximal_step_is_nesterovs_on_the_whole_objective(momentum: float) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_proximal_steps_are_nesterovs_on_the_whole_objective(momentum: float, steps: int) -> None:
     """Half a squared norm, whose gradient is theta itself; a gradient of one's own goes the long way."""
     generator = torch.Generator().manual_seed(0)
     theta, w = (torch.randn(2, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     batch = torch.zeros(2, 1), torch.zeros(2, 1)
-    step, rule = optim.proximal(0.1, 3.0, momentum), optim.nesterov(0.1, momentum)
+    take, rule = optim.proximal(0.1, 3.0, momentum, steps), optim.nesterov(0.1, momentum)
     twin = theta.clone()
     state: optim.State = ()
-    velocity: optim.State = ()
-    for count in range(1, 5):
-        theta, velocity, loss = step(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w, velocity)
-        torch.testing.assert_close(loss, twin.square().sum(-1) / 2)
+    for count in range(1, steps + 1):
+        last = twin.square().sum(-1) / 2
         twin, state = rule.step(twin, twin + 3.0 * (twin - w), state, count)
-        torch.testing.assert_close(theta, twin)
+    theta, loss = take(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w)
+    torch.testing.assert_close(loss, last)
+    torch.testing.assert_close(theta, twin)

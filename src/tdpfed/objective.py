@@ -154,6 +154,20 @@ class Gradient:
         g, loss = self(theta, batch)
         return after_gradient(theta, g, w, pull, lr), loss
 
+    def steps(
+        self, theta: Tensor, batch: Batch, lr: float, w: Tensor, pull: float, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
+        if theta.ndim == 2 and not self._one_by_one(theta):
+            return self._many.steps(theta, *batch, w, pull, lr, count)
+        for _ in range(count):
+            theta, loss = self.step(theta, batch, lr, w, pull)
+        return theta, loss
+
+    def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
+        """Whether several steps on a minibatch like this one touch the first layer's weights once."""
+        return theta.ndim == 2 and not self._one_by_one(theta) and self._many.first_layer(theta, *batch) is not None
+
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

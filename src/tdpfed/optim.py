@@ -44,40 +44,41 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
     return Optimizer(lambda _: (), step)
 
 
-def descend(
-    grad: Grad, theta: Tensor, batch: Batch, lr: float, w: Tensor | None = None, pull: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Return ``theta - lr grad(theta)``, with ``+ pull (w - theta)`` where a ``w`` is given, and the loss.
-
-    ``theta`` is given up: the result may lie in its memory.
-    """
+def descend(grad: Grad, theta: Tensor, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
+    """Return ``theta - lr grad(theta)`` and the loss. Theta is given up: the result may lie in its memory."""
     if isinstance(grad, Gradient):
-        return grad.step(theta, batch, lr, w, pull)
+        return grad.step(theta, batch, lr)
     g, loss = grad(theta, batch)
-    return after_gradient(theta, g, w, pull, lr), loss
+    return after_gradient(theta, g, None, 0.0, lr), loss
 
 
-def proximal(lr: float, lam: float, momentum: float) -> Callable[..., tuple[Tensor, State, Tensor]]:
-    """Return the step of :func:`nesterov` on ``f + lam/2 ||theta - w||^2``.
+def proximal(
+    lr: float, lam: float, momentum: float, steps: int
+) -> Callable[[Grad, Tensor, Batch, Tensor], tuple[Tensor, Tensor]]:
+    """Return ``steps`` steps of :func:`nesterov` on ``f + lam/2 ||theta - w||^2``, with one minibatch.
 
-    ``step(grad, theta, batch, w, velocity)`` gives the next theta, the next velocity and the loss; the velocity begins
-    as ``()``. Theta and velocity are given up.
+    ``take(grad, theta, batch, w)`` gives the new theta and the loss before the last step. Theta is given up.
     """
 
-    def step(grad: Grad, theta: Tensor, batch: Batch, w: Tensor, velocity: State) -> tuple[Tensor, State, Tensor]:
-        if momentum == 0:  # theta - lr (g + lam (theta - w))
-            theta, loss = descend(grad, theta, batch, lr, w, lr * lam)
-            return theta, velocity, loss
-        g, loss = grad(theta, batch)
-        room = theta - w
-        g.add_(room, alpha=lam)
-        if not velocity:  # it becomes g
-            return torch.add(theta, g, alpha=-lr * (1 + momentum), out=room), (g,), loss
-        torch.add(g, velocity[0], alpha=momentum, out=velocity[0])
-        g.add_(velocity[0], alpha=momentum)
-        return torch.add(theta, g, alpha=-lr, out=g), velocity, loss
+    def take(grad: Grad, theta: Tensor, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
+        if momentum == 0 and isinstance(grad, Gradient):
+            return grad.steps(theta, batch, lr, w, lr * lam, steps)
+        velocity: Tensor | None = None
+        for _ in range(steps):
+            g, loss = grad(theta, batch)
+            if momentum == 0:  # theta - lr (g + lam (theta - w))
+                theta = after_gradient(theta, g, w, lr * lam, lr)
+                continue
+            room = theta - w
+            g.add_(room, alpha=lam)
+            if velocity is None:  # it becomes g
+                theta, velocity = torch.add(theta, g, alpha=-lr * (1 + momentum), out=room), g
+                continue
+            torch.add(g, velocity, alpha=momentum, out=velocity)
+            theta = torch.add(theta, g.add_(velocity, alpha=momentum), alpha=-lr, out=g)
+        return theta, loss
 
-    return step
+    return take
 
 
 def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:

@@ -143,23 +143,23 @@ class FactorPlan:
                 factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
         return self.factors.join(factors)
 
-    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0) -> Tensor:
-        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a``, shape ``(..., Q)``."""
-        grad = torch.empty_like(a, memory_format=torch.contiguous_format)
+    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a`` ``(..., Q)``; ``out`` takes it."""
+        grad = torch.empty_like(a, memory_format=torch.contiguous_format) if out is None else out
         # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
         slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
         parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
         kernels = kernels_for(a, theta)
         with side_by_side(a.device) as lane:
             for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
-                out = [next(parts) for _ in group]
+                pieces = [next(parts) for _ in group]
                 if rank is None and kernels is not None:
                     continue
                 with lane():
                     if rank is None:
-                        out[0].copy_((group[0] - tensor) * scale)
+                        pieces[0].copy_((group[0] - tensor) * scale)
                     else:
-                        cp.residual_grad(tensor, group, out, scale)
+                        cp.residual_grad(tensor, group, pieces, scale)
             if kernels is not None and None in self.ranks:  # all dense parameters at once
                 with lane():
                     kernels.differences(a.contiguous(), theta.contiguous(), grad, *_dense_places(self, a.device), scale)

@@ -7,7 +7,7 @@ the graph is changed, ``rewriting.py`` says; on a GPU convolutions become matrix
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.convolution import as_products
 from tdpfed.rewriting import called_directly, joined_in_place, shortened, stepping, without_idle
+from tdpfed.several import FirstLayer, first_layer
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]
@@ -39,6 +40,7 @@ class Replayed:
         self._function = function
         self._gradients: OrderedDict[tuple[object, ...], Gradient] = OrderedDict()
         self._steps: OrderedDict[tuple[object, ...], Step] = OrderedDict()
+        self._first_layers: OrderedDict[tuple[object, ...], FirstLayer | Literal["none"]] = OrderedDict()
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradient and loss."""
@@ -65,6 +67,27 @@ class Replayed:
                 _keep(self._steps, kind, known)
         return known(theta, x, y, w, pull, lr)
 
+    def steps(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
+        known = self.first_layer(theta, x, y) if count > 1 else None
+        if known is not None:
+            return known.steps(theta, x, y, w, pull, lr, count)
+        for _ in range(count):
+            theta, loss = self.step(theta, x, y, w, pull, lr)
+        return theta, loss
+
+    def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
+        """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""
+        kind = _kind(theta, x, y)
+        known = self._first_layers.get(kind)
+        if known is None:
+            with ONE_AT_A_TIME:
+                known = self._first_layers.get(kind) or self._recorded_first_layer(theta, x, y)
+                _keep(self._first_layers, kind, known)
+        return None if known == "none" else known
+
     def _recorded_gradient(self, theta: Tensor, x: Tensor, y: Tensor) -> Gradient:
         try:
             graph = joined_in_place(self._record(theta, x, y))
@@ -90,6 +113,19 @@ class Replayed:
         except Exception:
             return self._step_after_gradient
         return made
+
+    def _recorded_first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | Literal["none"]:
+        if theta.device.type != "cpu" or theta.ndim != 2 or not theta.is_contiguous():
+            return "none"
+        try:
+            made = first_layer(self._record(theta, x, y))
+            if made is not None:
+                made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)  # what does not run is not kept
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            return "none"
+        return made or "none"
 
     def _record(self, theta: Tensor, x: Tensor, y: Tensor) -> fx.GraphModule:
         def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read

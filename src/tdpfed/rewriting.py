@@ -31,6 +31,10 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
 """Operators that Python calls by a shorter way, under the same arguments."""
 
 
+SMALL_PRODUCT = 1 << 14
+"""Values below which a product in memory of its own is quicker than products in place, client by client."""
+
+
 class Part(NamedTuple):
     """A piece of the flat gradient: where it begins, its node, and the product it is a plain view of, if any."""
 
@@ -59,7 +63,7 @@ def shortened(module: fx.GraphModule) -> fx.GraphModule:
     if writes(module):
         return module
     for node in list(graph.nodes):
-        if node.target in (*RESHAPES, aten.expand.default) and _shape(node) == _shape(node.args[0]):
+        if node.target in (*RESHAPES, aten.expand.default) and shape_of(node) == shape_of(node.args[0]):
             _replace(node, node.args[0])
         elif node.target is aten.transpose.int and _turns_back(node, node.args[0]):
             _replace(node, node.args[0].args[0])
@@ -89,9 +93,9 @@ def writes(module: fx.GraphModule) -> bool:
 def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded gradient whose parts are written into the flat vector as they come, not joined at the end."""
     graph = module.graph
-    cat, parts = _parts(graph)
+    cat, parts = parts_of(graph)
     given = next(node for node in graph.nodes if node.op == "placeholder")
-    if cat is None or _kind(given) != _kind(cat):
+    if cat is None or kind_of(given) != kind_of(cat):
         return module
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -103,7 +107,7 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
         else:
             with graph.inserting_before(part.product):
                 graph.call_function(_multiply_into, (room, part.begin, *part.product.args))
-    return _without_join(module, cat, room)
+    return without_join(module, cat, room)
 
 
 def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
@@ -113,11 +117,11 @@ def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
     what it is made of may have changed by then.
     """
     graph = module.graph
-    cat, parts = _parts(graph)
+    cat, parts = parts_of(graph)
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    if cat is None or writes(module) or _kind(given[0]) != _kind(cat):
+    if cat is None or writes(module) or kind_of(given[0]) != kind_of(cat):
         return None
-    own = _views_of(given[0])
+    own = views_of(given[0])
     if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
         return None
     with graph.inserting_after(given[-1]):
@@ -125,28 +129,33 @@ def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
         pull = graph.placeholder("pull")
         w = graph.placeholder("w")  # each stands before those inserted earlier
     with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
-        graph.call_function(_pull, (given[0], w, pull))
+        graph.call_function(pull_, (given[0], w, pull))
         for part in parts:
-            if part.product is None:
-                graph.call_function(_subtract, (given[0], part.begin, part.node, lr))
-            else:
-                graph.call_function(_subtract_product, (given[0], part.begin, *part.product.args, lr))
-    return _without_join(module, cat, given[0])
+            subtract_(graph, given[0], part, lr)
+    return without_join(module, cat, given[0])
 
 
-def _parts(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
+def subtract_(graph: fx.Graph, theta: fx.Node, part: Part, lr: fx.Node) -> None:
+    """Subtract a piece of the gradient, times ``lr``, in the memory of theta."""
+    if part.product is None:
+        graph.call_function(_subtract, (theta, part.begin, part.node, lr))
+    else:
+        graph.call_function(_subtract_product, (theta, part.begin, *part.product.args, lr))
+
+
+def parts_of(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
     """Return the node that joins the flat gradient ``(K, P)`` of many clients, and what it is made of."""
     output = next(node for node in graph.nodes if node.op == "output")
     cat = output.args[0][0]
     if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) > 1:
         return None, []
-    if len(_shape(cat)) != 2 or cat.args[1:] not in ((1,), (-1,)):
+    if len(shape_of(cat)) != 2 or cat.args[1:] not in ((1,), (-1,)):
         return None, []
     nodes: Any = cat.args[0]
     parts, begin = [], 0
     for node in nodes:
-        parts.append(Part(begin, node, _product(node, _shape(cat)[0])))
-        begin += _shape(node)[1]
+        parts.append(Part(begin, node, _product(node, shape_of(cat)[0])))
+        begin += shape_of(node)[1]
     return cat, parts
 
 
@@ -163,10 +172,10 @@ def _product(part: fx.Node, clients: int) -> fx.Node | None:
             return None
         node = node.args[0]
     alone = node.target is aten.bmm.default and len(node.users) == 1 and not turned and node is not part
-    return node if alone and _shape(node)[0] == clients else None
+    return node if alone and shape_of(node)[0] == clients else None
 
 
-def _views_of(given: fx.Node) -> set[fx.Node]:
+def views_of(given: fx.Node) -> set[fx.Node]:
     """Return the nodes that lie in the memory of a given tensor."""
     views = {given}
     for node in given.graph.nodes:
@@ -179,7 +188,7 @@ def _views_of(given: fx.Node) -> set[fx.Node]:
     return views
 
 
-def _without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.GraphModule:
+def without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.GraphModule:
     """Let ``whole`` stand for the joined vector, and remove what the join was made of."""
     cat.replace_all_uses_with(whole, delete_user_cb=lambda user: user.op == "output")
     idle = [cat]
@@ -224,12 +233,14 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Return the shape of what a node gives."""
     return tuple(node.meta["val"].shape)
 
 
-def _kind(node: fx.Node) -> tuple[object, ...]:
-    return _shape(node), node.meta["val"].dtype
+def kind_of(node: fx.Node) -> tuple[object, ...]:
+    """Return shape and type of what a node gives."""
+    return shape_of(node), node.meta["val"].dtype
 
 
 def _put(room: Tensor, begin: int, part: Tensor) -> None:
@@ -241,7 +252,8 @@ def _multiply_into(room: Tensor, begin: int, a: Tensor, b: Tensor) -> None:
     torch.bmm(a, b, out=room.narrow(1, begin, rows * columns).view(len(a), rows, columns))
 
 
-def _pull(theta: Tensor, w: Tensor | None, pull: float) -> None:
+def pull_(theta: Tensor, w: Tensor | None, pull: float) -> None:
+    """Move theta towards ``w``, if there is one."""
     if w is not None:
         theta.lerp_(w, pull)
 
@@ -252,4 +264,8 @@ def _subtract(theta: Tensor, begin: int, part: Tensor, lr: float) -> None:
 
 def _subtract_product(theta: Tensor, begin: int, a: Tensor, b: Tensor, lr: float) -> None:
     rows, columns = a.shape[1], b.shape[2]
-    theta.narrow(1, begin, rows * columns).view(len(a), rows, columns).baddbmm_(a, b, alpha=-lr)
+    place = theta.narrow(1, begin, rows * columns).view(len(a), rows, columns)
+    if rows * columns < SMALL_PRODUCT:
+        place.sub_(torch.bmm(a, b), alpha=lr)
+    else:
+        place.baddbmm_(a, b, alpha=-lr)

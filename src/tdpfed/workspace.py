@@ -44,9 +44,9 @@ class Workspace:
         """Return the parameters ``(..., P)`` that packed factors compose to."""
         return self._gathered(self.plan.compose(a), "dense")
 
-    def residual_grad(self, a: Tensor, target: Tensor, scale: float) -> Tensor:
+    def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
         """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors."""
-        return self.plan.residual_grad(a, target, scale)
+        return self.plan.residual_grad(a, target, scale, out)
 
     @property
     def plan(self) -> FactorPlan:

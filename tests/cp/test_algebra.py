@@ -230,13 +230,17 @@ def test_groups_give_each_client_the_same_bits_in_any_company(
         assert relative(one, all_at_once) < 1e-5
 
 
-@pytest.mark.parametrize("clients", [3, 4, 5, 8, 11])
-def test_residuals_of_few_clients_at_a_time_are_those_of_all(clients: int) -> None:
-    theta, factors = draw_case(0, [11], [40, 30], 16, torch.float32)
-    whole = cp.residual_grad(theta, factors)
-    with mock.patch.object(algebra, "CPU_RESIDUAL_BYTES", 1):  # two at a time; the last two reach back
-        grouped = cp.residual_grad(theta[-clients:], [factor[-clients:] for factor in factors])
-    assert all(torch.equal(one, all_[-clients:]) for one, all_ in zip(grouped, whole, strict=True))
+@pytest.mark.parametrize("shape", [(5, 7), (90, 60)])
+@pytest.mark.parametrize("clients", [0, 1, 4])
+def test_a_cpus_way_for_matrices_is_that_of_the_residual(shape: tuple[int, int], clients: int) -> None:
+    """Small and large matrices on a CPU against the way of a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    theta = torch.randn(clients, *shape, generator=generator, dtype=torch.float64)
+    factors = [torch.randn(clients, size, 6, generator=generator, dtype=torch.float64) for size in shape]
+    twin = [torch.empty_like(factor) for factor in factors]
+    algebra.residual_grad_in_few_kernels(theta, factors, twin, 3.0)
+    for ours, other in zip(algebra.residual_grad(theta, factors, scale=3.0), twin, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-11, atol=1e-11)
 
 
 def test_a_group_never_holds_more_clients_than_fit_the_chunk() -> None:

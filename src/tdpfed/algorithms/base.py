@@ -70,6 +70,11 @@ class Algorithm(ABC):
         return replace(self, layout=layout)
 
     @property
+    def steps_alone(self) -> bool:
+        """Whether local rounds are hardly more than several plain steps on one minibatch."""
+        return False
+
+    @property
     def layouts(self) -> dict[str, Layout | None]:
         """The layout of each entry a message may have; None for plain values."""
         return {"w": self.layout}

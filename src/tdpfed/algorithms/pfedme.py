@@ -29,6 +29,11 @@ class PFedMe(Algorithm):
     eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
     momentum: float = hyper(0.0, "Nesterov momentum of theta's steps", least=0, most=1)
 
+    @property
+    def steps_alone(self) -> bool:
+        """A local round is ``s`` steps on theta."""
+        return self.s > 1 and self.momentum == 0
+
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Start from the common initial parameters."""
         del generator
@@ -45,12 +50,9 @@ class PFedMe(Algorithm):
         del private, turn
         w = message["w"]
         theta = w.clone()  # steps may be taken in its memory
-        personal = optim.proximal(self.eta_p, self.lam, self.momentum)
+        personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
         for t in range(self.tau):
-            batch = batches(t)
-            velocity: optim.State = ()
-            for _ in range(self.s):
-                theta, velocity, loss = personal(grad, theta, batch, w, velocity)
+            theta, loss = personal(grad, theta, batches(t), w)
             w = torch.lerp(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

@@ -109,14 +109,11 @@ class TDPFed(Algorithm):
         a = space.pack(message["factors"])
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
-        personal = optim.proximal(self.eta_p, self.lam, self.momentum)
+        personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
         state: optim.State | None = None
         for t in range(self.tau):
-            batch, w = batches(t), space.compose(a)
-            velocity: optim.State = ()
-            theta = theta.clone()  # steps may be taken in its memory
-            for _ in range(self.s):
-                theta, velocity, loss = personal(grad, theta, batch, w, velocity)
+            # Steps may be taken in theta's memory, and what was yielded stays.
+            theta, loss = personal(grad, theta.clone(), batches(t), space.compose(a))
             a, state = self._move_factors(a, space.target(theta), space, state, t)
             yield theta, space.unpack(a), loss
 
@@ -130,9 +127,10 @@ class TDPFed(Algorithm):
         fresh = state is None or self.optimizer_state == "local-round"
         moments = rule.init(a) if fresh or state is None else state
         done = 0 if fresh else t * self.s_prime
+        room = torch.empty_like(a, memory_format=torch.contiguous_format)  # for every step's gradient
         for step in range(done + 1, done + self.s_prime + 1):
             if self.factor_steps == "joint":
-                a, moments = rule.step(a, space.residual_grad(a, theta, self.lam), moments, step)
+                a, moments = rule.step(a, space.residual_grad(a, theta, self.lam, room), moments, step)
                 continue
             for turn in self._turns.to(a.device):
                 kept = tuple(moment.clone() for moment in moments)

@@ -19,8 +19,8 @@ from tdpfed.gpu import kernels_for
 CPU_CHUNK_BYTES = 3 << 19
 """On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
 
-CPU_RESIDUAL_BYTES = 3 << 18
-"""Of matrices, whose residuals are formed, clients are taken together on a CPU while these stay below this."""
+SMALL_MATRIX = 1 << 12
+"""Values of a matrix below which a CPU is quicker with its residual."""
 
 CONTRACTED_ONE_BY_ONE = 32
 """A reduction over at most so many positions accumulates them; a longer one multiplies and sums, in quarters."""
@@ -90,7 +90,8 @@ def residual_grad(
     rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
     few = len(factors) == 2 or (theta.is_cuda and len(factors) > 1)
     if few and not any(tensor.requires_grad for tensor in (theta, *factors)):
-        _residual_grad_in_groups(theta, factors, rows, scale)
+        plain = theta.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(theta)
+        (_matrix_residual_grad if plain else residual_grad_in_few_kernels)(theta, factors, rows, scale)
         return grads
     for start in range(0, clients, together):
         # The last group reaches back to full size: groups of one size take the same kernels.
@@ -103,24 +104,24 @@ def residual_grad(
     return grads
 
 
-def _residual_grad_in_groups(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
-    """Call :func:`residual_grad_in_few_kernels` for few clients at a time on a CPU: their residuals share memory."""
-    clients, size = len(theta), theta[0].numel() * theta.element_size() if len(theta) else 1
-    together = max(2, CPU_RESIDUAL_BYTES // size)
-    if theta.device.type != "cpu" or clients <= together or torch._C._functorch.is_functorch_wrapped_tensor(theta):
-        residual_grad_in_few_kernels(theta, factors, out, scale)
+def _matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
+    """Write the gradient for matrices ``(K, I_1, I_2)`` into ``out``: in a few products, and no large residual."""
+    a, b = factors
+    if math.prod(theta.shape[1:]) < SMALL_MATRIX:
+        residual = torch.bmm(a, b.mT).sub_(theta).mul_(scale)
+        out[0].copy_(torch.bmm(residual, b))
+        out[1].copy_(torch.bmm(residual.mT, a))
         return
-    room = torch.empty(together, *theta.shape[1:], dtype=theta.dtype)
-    for start in range(0, clients, together):
-        group = slice(min(start, clients - together), min(start, clients - together) + together)
-        some, rows = [factor[group] for factor in factors], [part[group] for part in out]
-        residual_grad_in_few_kernels(theta[group], some, rows, scale, room)
+    torch.bmm(theta, b, out=out[0])
+    torch.bmm(theta.mT, a, out=out[1])
+    out[0].baddbmm_(a, torch.bmm(b.mT, b), beta=-scale, alpha=scale)
+    out[1].baddbmm_(b, torch.bmm(a.mT, a), beta=-scale, alpha=scale)
 
 
 def residual_grad_in_few_kernels(
-    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float = 1.0, room: Tensor | None = None
+    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float = 1.0
 ) -> None:
-    """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself, which takes ``room``.
+    """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
 
     For a matrix it is as much arithmetic as the other way, in half the kernels. From order 3 on it is half as much
     again, in a third of the kernels: a GPU, on which small kernels wait for one another, is faster so.
@@ -129,8 +130,7 @@ def residual_grad_in_few_kernels(
     cut = _cut(sizes)
     left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
     matrix = theta.reshape(len(theta), math.prod(sizes[:cut]), math.prod(sizes[cut:]))
-    room = None if room is None else room.view(matrix.shape)
-    residual = torch.baddbmm(matrix, left, right.mT, beta=-scale, alpha=scale, out=room)
+    residual = torch.baddbmm(matrix, left, right.mT, beta=-scale, alpha=scale)
     sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
     for side, unfolded, other in sides:
         if len(side) == 1 and not torch._C._functorch.is_functorch_wrapped_tensor(residual):

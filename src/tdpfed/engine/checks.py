@@ -13,6 +13,7 @@ from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
 from tdpfed.objective import Objective, cross_entropy
 from tdpfed.wire import Rejected
+from tdpfed.wire.codecs import finite
 
 
 def check_settings(
@@ -116,7 +117,7 @@ def check_model(objective: Objective, data: Federation) -> None:
 def not_finite(outcome: Outcome) -> Tensor:
     """Return the mask of the clients whose loss or parameters are not finite, ``(K,)``."""
     values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
-    return torch.stack([~value.isfinite().reshape(len(value), -1).all(-1) for value in values]).any(0)
+    return ~torch.stack([finite(value.reshape(len(value), -1)) for value in values]).all(0)
 
 
 def check_finite(bad: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:

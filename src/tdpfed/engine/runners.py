@@ -127,8 +127,20 @@ class Runner:
         if count * self.objective.layout.size <= SMALL:
             return 1, 1
         threads = torch.get_num_threads()
+        if self._few_products:
+            return 1, threads
         lanes = max(1, min(threads, self.fitting // LEAST_TOGETHER, math.ceil(count / LEAST_TOGETHER)))
         return lanes, threads // lanes
+
+    @cached_property
+    def _few_products(self) -> bool:
+        """Whether a local round is few large products and many small operators, which groups would wait for."""
+        if not self.algorithm.steps_alone:
+            return False
+        data, size = self.federation, self.algorithm.batch_size
+        index = torch.arange(LEAST_TOGETHER * size).reshape(LEAST_TOGETHER, size) % len(data.x)
+        theta = self.objective.initial().repeat(LEAST_TOGETHER, 1).to(data.x)
+        return self.objective.gradient.skips_first_layer(theta, (_rows(data.x, index), _rows(data.y, index)))
 
     @cached_property
     def groups(self) -> Groups:
@@ -157,8 +169,15 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
 
+    known: dict[tuple[int, ...], Tensor] = {}  # what clients keep and what they send may be one tensor
+
     def join(parts: list[State]) -> State:
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        joined = {}
+        for name in parts[0]:
+            pieces = [part[name] for part in parts]
+            same = tuple(map(id, pieces))
+            joined[name] = known[same] = known[same] if same in known else torch.cat(pieces)
+        return joined
 
     return Outcome(
         join([outcome.private for outcome in outcomes]),

@@ -144,8 +144,7 @@ def place(entry: str, layout: Layout | None, index: int) -> str:
 
 def finite(x: Tensor) -> Tensor:
     """Tell for each vector of ``x`` ``(..., n)`` whether all its values are finite, with no mask of them in memory."""
-    low, high = x.aminmax(dim=-1)  # both carry NaN along
-    return low.isfinite() & high.isfinite()
+    return x.amin(-1).isfinite() & x.amax(-1).isfinite()  # both carry NaN along; aminmax is many times slower
 
 
 def first_not_finite(x: Tensor) -> int:

@@ -1,0 +1,134 @@
+"""Several steps on one minibatch that skip the first layer's weights: the same steps, wherever they may be skipped."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+
+import small
+from tdpfed import Federation, PFedMe, TDPFed
+from tdpfed.engine.simulate import Simulation
+from tdpfed.objective import Objective
+from tdpfed.recording import Replayed
+
+CLIENTS, BATCH, WIDE = 4, 3, 30
+
+
+class Model(nn.Module):
+    """Two layers, the first on many inputs, and what stands between the data and the result."""
+
+    def __init__(self, way: Callable[["Model", Tensor], Tensor], bias: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDE, 5, bias=bias), nn.Linear(5, 3)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def plain(model: Model, x: Tensor) -> Tensor:
+    result: Tensor = model.b(torch.tanh(model.a(x)))
+    return result
+
+
+def scaled_data(model: Model, x: Tensor) -> Tensor:
+    return plain(model, 2 * x)
+
+
+def used_twice(model: Model, x: Tensor) -> Tensor:
+    return plain(model, x) + model.a.weight.mean()
+
+
+def called_twice(model: Model, x: Tensor) -> Tensor:
+    result: Tensor = model.b(torch.tanh(model.a(x)) * model.a(x).sigmoid())
+    return result
+
+
+def first_is_last(model: Model, x: Tensor) -> Tensor:
+    result: Tensor = model.a(x)
+    return result
+
+
+WAYS = {
+    "plain": (plain, True), "scaled data": (scaled_data, False), "weights used twice": (used_twice, False),
+    "layer called twice": (called_twice, False), "first is last": (first_is_last, True),
+}  # fmt: skip
+
+
+def problem(model: nn.Module) -> tuple[Objective, Tensor, Tensor, Tensor, Tensor]:
+    objective = Objective.of(model.double())
+    generator = torch.Generator().manual_seed(1)
+    theta, w = (
+        objective.initial() + 0.3 * torch.randn(CLIENTS, objective.layout.size, generator=generator).double()
+        for _ in range(2)
+    )
+    x = torch.randn(CLIENTS, BATCH, WIDE, generator=generator).double()
+    return objective, theta, w, x, torch.randint(0, 3, (CLIENTS, BATCH), generator=generator)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("pull", [0.0, 0.3, 1.2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None:
+    torch.manual_seed(0)
+    way, _ = WAYS[name]
+    objective, theta, w, x, y = problem(Model(way, bias))
+    gradient = vmap(grad_and_value(objective.value))
+    expected = theta.clone()
+    for _ in range(4):
+        g, last = gradient(expected, x, y)
+        expected = expected + pull * (w - expected) - 0.1 * g
+    found, loss = Replayed(gradient).steps(theta.clone(), x, y, w, pull, 0.1, 4)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_first_layer_is_skipped_only_where_its_inputs_are_the_data_and_nothing_else_sees_it(name: str) -> None:
+    way, skipped = WAYS[name]
+    objective, theta, _, x, y = problem(Model(way))
+    assert objective.gradient.skips_first_layer(theta, (x, y)) == skipped
+
+
+def test_few_inputs_and_convolutions_are_not_skipped() -> None:
+    objective, theta, _, x, y = problem(Model(plain))
+    many = torch.cat([x, x], 1), torch.cat([y, y], 1)
+    assert not objective.gradient.skips_first_layer(theta, many)
+    conv = Objective.of(small.convnet())
+    images = torch.randn(3, 2, *small.SHAPE), torch.zeros(3, 2, dtype=torch.int64)
+    assert not conv.gradient.skips_first_layer(conv.initial().repeat(3, 1), images)
+
+
+def wide_run(algorithm: PFedMe | TDPFed, dtype: torch.dtype = torch.float32, **options: object) -> Simulation:
+    generator = torch.Generator().manual_seed(2)
+    owner = torch.arange(20).repeat_interleave(12)
+    x = torch.randn(240, 800, generator=generator)
+    y = (x[:, :3].argmax(1) + owner) % 3
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(fc1=nn.Linear(800, 40), act=nn.ReLU(), fc2=nn.Linear(40, 3)))
+    federation = Federation.from_tensors(x, y, owner, dtype=dtype)
+    run = Simulation(model, federation, algorithm, **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        run.step()
+    return run
+
+
+@pytest.mark.parametrize("kind", [PFedMe, TDPFed])
+def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(kind: type[PFedMe] | type[TDPFed]) -> None:
+    algorithm = kind(tau=3, s=3, batch_size=4, eta=1e-3, eta_p=0.02)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        whole = wide_run(algorithm)
+        assert whole.objective.layout.size * 20 > 500_000
+        exact = torch.float64  # and yet Adam divides by small gradients
+        small.assert_close(wide_run(algorithm, exact), wide_run(algorithm, exact, runner="loop"), 1e-6)
+        for chunk in (1, 3, 7, 20):
+            assert small.equal(whole, wide_run(algorithm, chunk=chunk)), chunk
+        torch.set_num_threads(1)
+        assert small.equal(whole, wide_run(algorithm))
+    finally:
+        torch.set_num_threads(threads)
