@@ -116,8 +116,7 @@ def test_a_step_is_taken_in_the_memory_of_theta_where_it_may(model: Callable[[],
 def test_what_does_nothing_is_not_replayed() -> None:
     objective = Objective.of(small.mlp())
     theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
-    objective.gradient(theta, (torch.randn(3, 2, *small.SHAPE), y))
-    (graph,) = objective.gradient._many._gradients.values()
+    graph = objective.gradient._many._gradients.of(theta, torch.randn(3, 2, *small.SHAPE), y)
     assert isinstance(graph, fx.GraphModule)
     for node in graph.graph.nodes:
         assert node.target is not torch.ops.aten.ones_like.default

@@ -7,7 +7,7 @@ the graph is changed, ``rewriting.py`` says; on a GPU convolutions become matrix
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -38,19 +38,13 @@ class Replayed:
 
     def __init__(self, function: Gradient) -> None:
         self._function = function
-        self._gradients: OrderedDict[tuple[object, ...], Gradient] = OrderedDict()
-        self._steps: OrderedDict[tuple[object, ...], Step] = OrderedDict()
-        self._first_layers: OrderedDict[tuple[object, ...], FirstLayer | Literal["none"]] = OrderedDict()
+        self._gradients = _Recordings(self._recorded_gradient)
+        self._steps = _Recordings(self._recorded_step)
+        self._first_layers = _Recordings(self._recorded_first_layer)
 
     def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradient and loss."""
-        kind = _kind(theta, x, y)
-        known = self._gradients.get(kind)
-        if known is None:
-            with ONE_AT_A_TIME:
-                known = self._gradients.get(kind) or self._recorded_gradient(theta, x, y)
-                _keep(self._gradients, kind, known)
-        return known(theta, x, y)
+        return self._gradients.of(theta, x, y)(theta, x, y)
 
     def step(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
@@ -59,13 +53,7 @@ class Replayed:
 
         ``theta`` ``(K, P)`` is given up: the result may lie in its memory.
         """
-        kind = _kind(theta, x, y)
-        known = self._steps.get(kind)
-        if known is None:
-            with ONE_AT_A_TIME:
-                known = self._steps.get(kind) or self._recorded_step(theta, x, y)
-                _keep(self._steps, kind, known)
-        return known(theta, x, y, w, pull, lr)
+        return self._steps.of(theta, x, y)(theta, x, y, w, pull, lr)
 
     def steps(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
@@ -80,52 +68,34 @@ class Replayed:
 
     def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
         """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""
-        kind = _kind(theta, x, y)
-        known = self._first_layers.get(kind)
-        if known is None:
-            with ONE_AT_A_TIME:
-                known = self._first_layers.get(kind) or self._recorded_first_layer(theta, x, y)
-                _keep(self._first_layers, kind, known)
-        return None if known == "none" else known
+        return self._first_layers.of(theta, x, y)
 
     def _recorded_gradient(self, theta: Tensor, x: Tensor, y: Tensor) -> Gradient:
-        try:
+        def make() -> Gradient:
             graph = joined_in_place(self._record(theta, x, y))
             made = as_products(graph) if theta.is_cuda else called_directly(graph)
             made(theta, x, y)  # what does not run is not kept
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:  # whatever stops recording, calling it shows the real error if there is one
-            return self._alone
-        return made
+            return made
+
+        return _tried(make) or self._alone
 
     def _recorded_step(self, theta: Tensor, x: Tensor, y: Tensor) -> Step:
-        if theta.device.type != "cpu" or theta.ndim != 2 or not theta.is_contiguous():
-            return self._step_after_gradient
-        try:
+        def make() -> Step | None:
             made = stepping(self._record(theta, x, y))
-            if made is None:
-                return self._step_after_gradient
-            made = called_directly(made)
-            made(theta.clone(), x, y, theta, 0.5, 0.0)  # what does not run is not kept
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return self._step_after_gradient
-        return made
+            if made is not None:
+                called_directly(made)(theta.clone(), x, y, theta, 0.5, 0.0)
+            return made
 
-    def _recorded_first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | Literal["none"]:
-        if theta.device.type != "cpu" or theta.ndim != 2 or not theta.is_contiguous():
-            return "none"
-        try:
+        return (_tried(make) if _steps_in_place(theta) else None) or self._step_after_gradient
+
+    def _recorded_first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
+        def make() -> FirstLayer | None:
             made = first_layer(self._record(theta, x, y))
             if made is not None:
-                made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)  # what does not run is not kept
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return "none"
-        return made or "none"
+                made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
+            return made
+
+        return _tried(make) if _steps_in_place(theta) else None
 
     def _record(self, theta: Tensor, x: Tensor, y: Tensor) -> fx.GraphModule:
         def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
@@ -150,11 +120,35 @@ def after_gradient(theta: Tensor, g: Tensor, w: Tensor | None, pull: float, lr: 
     return torch.add(theta, g, alpha=-lr, out=g) if w is None else torch.lerp(theta, w, pull).sub_(g, alpha=lr)
 
 
-def _kind(*tensors: Tensor) -> tuple[object, ...]:
-    return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+class _Recordings(Generic[Kept]):
+    """What ``make`` gives for each kind of input, the latest ``RECORDINGS`` of them."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Kept]) -> None:
+        self._make = make
+        self._known: OrderedDict[tuple[object, ...], tuple[Kept]] = OrderedDict()
+
+    def of(self, theta: Tensor, x: Tensor, y: Tensor) -> Kept:
+        """Return it for inputs of this kind."""
+        kind = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (theta, x, y))
+        found = self._known.get(kind)
+        if found is None:
+            with ONE_AT_A_TIME:
+                found = self._known.get(kind) or (self._make(theta, x, y),)
+                self._known[kind] = found
+                if len(self._known) > RECORDINGS:
+                    self._known.popitem(last=False)
+        return found[0]
 
 
-def _keep(known: OrderedDict[tuple[object, ...], Kept], kind: tuple[object, ...], made: Kept) -> None:
-    known[kind] = made
-    if len(known) > RECORDINGS:
-        known.popitem(last=False)
+def _tried(make: Callable[[], Kept]) -> Kept | None:
+    """Return what ``make`` gives; None if something stops it, which the function as it is will show."""
+    try:
+        return make()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return None
+
+
+def _steps_in_place(theta: Tensor) -> bool:
+    return theta.device.type == "cpu" and theta.ndim == 2 and theta.is_contiguous()

@@ -95,7 +95,7 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
     graph = module.graph
     cat, parts = parts_of(graph)
     given = next(node for node in graph.nodes if node.op == "placeholder")
-    if cat is None or kind_of(given) != kind_of(cat):
+    if cat is None or _kind(given) != _kind(cat):
         return module
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -117,13 +117,10 @@ def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
     what it is made of may have changed by then.
     """
     graph = module.graph
-    cat, parts = parts_of(graph)
+    cat, parts = separate_parts(module)
+    if cat is None:
+        return None
     given = [node for node in graph.nodes if node.op == "placeholder"]
-    if cat is None or writes(module) or kind_of(given[0]) != kind_of(cat):
-        return None
-    own = views_of(given[0])
-    if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
-        return None
     with graph.inserting_after(given[-1]):
         lr = graph.placeholder("lr")
         pull = graph.placeholder("pull")
@@ -141,6 +138,18 @@ def subtract_(graph: fx.Graph, theta: fx.Node, part: Part, lr: fx.Node) -> None:
         graph.call_function(_subtract, (theta, part.begin, part.node, lr))
     else:
         graph.call_function(_subtract_product, (theta, part.begin, *part.product.args, lr))
+
+
+def separate_parts(module: fx.GraphModule) -> tuple[fx.Node | None, list[Part]]:
+    """Return :func:`parts_of` a gradient from which theta may be changed in place; nothing where it may not."""
+    cat, parts = parts_of(module.graph)
+    theta = next(node for node in module.graph.nodes if node.op == "placeholder")
+    if cat is None or writes(module) or _kind(theta) != _kind(cat):
+        return None, []
+    own = views_of(theta)
+    if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
+        return None, []
+    return cat, parts
 
 
 def parts_of(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
@@ -191,14 +200,19 @@ def views_of(given: fx.Node) -> set[fx.Node]:
 def without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.GraphModule:
     """Let ``whole`` stand for the joined vector, and remove what the join was made of."""
     cat.replace_all_uses_with(whole, delete_user_cb=lambda user: user.op == "output")
-    idle = [cat]
-    while idle:  # only what the join was made of: other nodes without users may write in place
+    remove(cat)
+    module.recompile()
+    return module
+
+
+def remove(node: fx.Node) -> None:
+    """Remove a node that nothing uses, and the views and products that were for it alone."""
+    idle = [node]
+    while idle:  # no others: a node without users may write in place
         node = idle.pop()
         if not node.users:
             idle += [given for given in node.all_input_nodes if given.target in (*VIEWS, aten.bmm.default)]
-            module.graph.erase_node(node)
-    module.recompile()
-    return module
+            node.graph.erase_node(node)
 
 
 def _compute_constants(module: fx.GraphModule) -> None:
@@ -238,8 +252,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def kind_of(node: fx.Node) -> tuple[object, ...]:
-    """Return shape and type of what a node gives."""
+def _kind(node: fx.Node) -> tuple[object, ...]:
     return shape_of(node), node.meta["val"].dtype
 
 

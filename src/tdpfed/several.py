@@ -16,14 +16,13 @@ from tdpfed.rewriting import (
     Part,
     aten,
     called_directly,
-    kind_of,
-    parts_of,
     pull_,
+    remove,
+    separate_parts,
     shape_of,
     subtract_,
     views_of,
     without_join,
-    writes,
 )
 
 WIDE = 8
@@ -61,15 +60,11 @@ class FirstLayer(NamedTuple):
 def first_layer(module: fx.GraphModule) -> FirstLayer | None:
     """Return a recorded gradient cut at its first layer; None where that is no linear layer of many inputs."""
     graph = module.graph
-    cat, parts = parts_of(graph)
+    cat, parts = separate_parts(module)
     theta, x, y = (node for node in graph.nodes if node.op == "placeholder")
-    if cat is None or writes(module) or kind_of(theta) != kind_of(cat):
-        return None
-    own, data = views_of(theta), views_of(x)
-    if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
-        return None
+    data = views_of(x)
     found = next((cut for part in parts if (cut := _cut(theta, part, data)) is not None), None)
-    if found is None:
+    if cat is None or found is None:
         return None
     first, outputs, in_outputs = found
     (_, samples, wide), size = shape_of(outputs.args[0]), shape_of(first.node)[1]
@@ -79,6 +74,7 @@ def first_layer(module: fx.GraphModule) -> FirstLayer | None:
         lr, pull, w, z = (graph.placeholder(name) for name in ("lr", "pull", "w", "z"))  # each before the last one
     z.meta = dict(outputs.meta)
     outputs.replace_all_uses_with(z)
+    remove(outputs)
     end = next(node for node in graph.nodes if node.op == "output")
     with graph.inserting_before(end):
         for start, stop in ((0, first.begin), (first.begin + size, shape_of(theta)[1])):
@@ -89,10 +85,7 @@ def first_layer(module: fx.GraphModule) -> FirstLayer | None:
                 subtract_(graph, theta, part, lr)
     loss: Any = end.args[0]
     end.args = ((cat, loss[1], in_outputs),)
-    without_join(module, cat, theta)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or _changes(node))
-    module.recompile()
-    return FirstLayer(called_directly(module), first.begin, size // wide, wide)
+    return FirstLayer(called_directly(without_join(module, cat, theta)), first.begin, size // wide, wide)
 
 
 def _cut(theta: fx.Node, part: Part, data: set[fx.Node]) -> tuple[Part, fx.Node, fx.Node] | None:
@@ -130,10 +123,6 @@ def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
 
 def _is_turned(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.transpose.int and node.args[1:] == (1, 2)
-
-
-def _changes(node: fx.Node) -> bool:
-    return node.target is _pull_within or getattr(node.target, "__module__", None) == "tdpfed.rewriting"
 
 
 def _pull_within(theta: Tensor, start: int, stop: int, w: Tensor, pull: float) -> None:
