@@ -1,9 +1,11 @@
 """Runs that are stopped in any way and go on: the same numbers as a run that was not."""
 
 import json
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tdpfed.config import load_config
 from tdpfed.engine.checkpoint import Checkpoints
 from tdpfed.errors import TDPFedError
 from tdpfed.session import Session
+from tdpfed.signals import ctrl_c_waits
 
 QUICK = ["run.rounds=9", "run.evaluate_every=2", "checkpoint.every=2", "data.clients=6", "participation.clients=3"]
 
@@ -79,6 +82,48 @@ def test_stopped_after_any_round_a_run_goes_on_to_the_same_bits(stop_after: int,
     assert resumed.simulation.round == stop_after // 2 * 2
     assert resumed.run(silent)["status"] == "finished"
     assert_same(expected, tmp_path / "run")
+
+
+def test_ctrl_c_between_a_line_and_its_record_waits_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.begin(load_config("digits", settings("fedavg")), tmp_path / "run", None)
+    append = session.folder.append
+
+    def struck(record: Any) -> None:
+        append(record)
+        if record.round == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(session.folder, "append", struck)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        summary = session.run(silent)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    last = metrics(tmp_path / "run")[-1]
+    assert (summary["status"], summary["rounds"], last["round"]) == ("interrupted", 4, 4)
+    assert summary["personalized_accuracy"] == last["personalized_accuracy"]
+    assert summary["best_personalized_accuracy"] == max(r["personalized_accuracy"] for r in metrics(tmp_path / "run"))
+
+
+def test_where_ctrl_c_is_ignored_or_out_of_reach_nothing_is_changed() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ctrl_c_waits():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        seen: list[Any] = []
+
+        def elsewhere() -> None:
+            with ctrl_c_waits():
+                seen.append(signal.getsignal(signal.SIGINT))
+
+        thread = Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [signal.default_int_handler]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.experiment import prepare, threads
 from tdpfed.loggers import Loggers
+from tdpfed.signals import ctrl_c_waits
 
 OnRound = Callable[[Simulation], None]
 Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRound]]
@@ -127,8 +128,9 @@ class Session:
         simulation, last = self.simulation, not self.left
         if simulation.due(self.config.run.evaluate_every, last):
             record = simulation.record(time.perf_counter() - self._began)
-            self.folder.append(record)
-            self.records.append(record)
+            with ctrl_c_waits():  # the summary speaks of the last line
+                self.folder.append(record)
+                self.records.append(record)
             if self.ranks.leads:
                 self.loggers.record(record)
         self.folder.refuse(simulation.round, simulation.refused)
