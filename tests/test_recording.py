@@ -11,6 +11,7 @@ from torch.func import grad_and_value, vmap
 import small
 from tdpfed.objective import Objective
 from tdpfed.recording import Replayed
+from tdpfed.rewriting import InPlace, place_in
 
 
 class Odd(nn.Module):
@@ -104,12 +105,60 @@ def test_a_recorded_step_is_the_gradient_and_the_step(odd: Callable[[Odd, Tensor
         torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("odd", [cut, scaled, shifted, several, twice, counted, stretched, composed])
+@pytest.mark.parametrize("clients", [1, 5])
+def test_a_descent_is_its_steps(odd: Callable[[Odd, Tensor], Tensor], clients: int) -> None:
+    torch.manual_seed(0)
+    objective = Objective.of(Odd(odd).double())
+    theta = objective.initial() * (1 + 0.3 * torch.rand(clients, objective.layout.size, dtype=torch.float64))
+    batches = [(torch.randn(clients, 6, 12, dtype=torch.float64), torch.randint(0, 3, (clients, 6))) for _ in range(4)]
+    expected = theta
+    for x, y in batches:
+        g, loss = vmap(grad_and_value(objective.value))(expected, x, y)
+        expected = expected - 0.1 * g
+    for _ in range(2):
+        moved, found = objective.gradient.descend(theta.clone(), batches.__getitem__, 4, 0.1)
+        torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_clients_that_are_computed_singly_take_the_same_steps(anchored: bool) -> None:
+    torch.manual_seed(0)
+    objective = Objective.of(small.convnet().double())
+    theta = objective.initial() * (1 + 0.3 * torch.rand(3, objective.layout.size, dtype=torch.float64))
+    assert objective.one_by_one(theta)
+    x, y = torch.randn(4, 3, 5, *small.SHAPE, dtype=torch.float64), torch.randint(0, small.CLASSES, (4, 3, 5))
+    w, expected = torch.randn_like(theta), theta
+    for t in range(4):
+        g, loss = vmap(grad_and_value(objective.value))(expected, x[0 if anchored else t], y[0 if anchored else t])
+        expected = expected + (0.4 * (w - expected) if anchored else 0) - 0.1 * g
+    own = theta.clone()
+    if anchored:
+        moved, found = objective.gradient.steps(own, (x[0], y[0]), 0.1, w, 0.4, 4)
+    else:
+        moved, found = objective.gradient.descend(own, lambda t: (x[t], y[t]), 4, 0.1)
+    assert moved.data_ptr() == own.data_ptr()
+    torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+
+
+def test_in_a_descent_theta_is_looked_at_once_and_the_loss_told_once() -> None:
+    objective = Objective.of(small.mlp())
+    theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
+    step = objective.gradient._many.mover(theta, torch.randn(3, 2, *small.SHAPE), y, 0.1).step
+    assert isinstance(step, InPlace)
+    called = {node.target for node in step.move_only.graph.nodes if node.op == "call_function"}
+    assert called.isdisjoint({torch.split_with_sizes, torch.gather, torch.neg, place_in})
+    assert len(step.move_only.graph.nodes) < len(step.move.graph.nodes)
+
+
 @pytest.mark.parametrize(("model", "in_place"), [(small.mlp, True), (lambda: Odd(composed), False)])
 def test_a_step_is_taken_in_the_memory_of_theta_where_it_may(model: Callable[[], nn.Module], in_place: bool) -> None:
     objective = Objective.of(model())
     shape = small.SHAPE if in_place else (12,)
     theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
-    moved, _ = objective.gradient.step(theta, (torch.randn(3, 2, *shape), y), 0.1)
+    moved, _ = objective.gradient.steps(theta, (torch.randn(3, 2, *shape), y), 0.1, theta, 0.5, 1)
     assert (moved.data_ptr() == theta.data_ptr()) == in_place
 
 

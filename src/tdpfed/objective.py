@@ -99,7 +99,7 @@ class Objective:
 
     @cached_property
     def gradient(self) -> "Gradient":
-        """``gradient(theta, batch)`` gives gradient and loss, ``gradient.step`` what a step down comes to."""
+        """``gradient(theta, batch)`` gives gradient and loss, ``gradient.descend`` what steps down come to."""
         return Gradient(self)
 
     def one_by_one(self, theta: Tensor) -> bool:
@@ -141,28 +141,53 @@ class Gradient:
             return torch.stack(gradients), torch.stack(losses)
         return self._many(theta, *batch)
 
-    def step(
-        self, theta: Tensor, batch: Batch, lr: float, w: Tensor | None = None, pull: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``theta - lr g``, pulled towards ``w`` if there is one (``+ pull (w - theta)``), and the loss.
+    def descend(self, theta: Tensor, batches: Callable[[int], Batch], steps: int, lr: float) -> tuple[Tensor, Tensor]:
+        """Return what ``steps`` steps ``theta - lr g`` come to, and the loss before the last.
 
-        ``theta`` is given up: the result may lie in its memory. Where it can be, it is less work than the gradient and
-        the step: no gradient is ever written down.
+        Step ``t`` is on the minibatch ``batches(t)``, all of one shape. ``theta`` is given up: where steps can be taken
+        in its memory, no gradient is ever written down.
         """
-        if theta.ndim == 2 and not self._one_by_one(theta):
-            return self._many.step(theta, *batch, w, pull, lr)
-        g, loss = self(theta, batch)
-        return after_gradient(theta, g, w, pull, lr), loss
+        if theta.ndim == 1 or theta.device.type != "cpu":
+            for t in range(steps):
+                g, loss = self(theta, batches(t))
+                theta = after_gradient(theta, g, None, 0.0, lr)
+            return theta, loss
+        alone = self._one_by_one(theta)
+        gradient, own = (self._one, list(theta)) if alone else (self._many, [theta])
+
+        def minibatches(t: int) -> list[Batch]:
+            return list(zip(*batches(t), strict=True)) if alone else [batches(t)]
+
+        now = minibatches(0)
+        movers = [gradient.mover(part, *batch, lr) for part, batch in zip(own, now, strict=True)]
+        for t in range(1, steps):
+            for mover, batch in zip(movers, now, strict=True):
+                mover.move(*batch)
+            now = minibatches(t)
+        losses = [mover.move_and_tell(*batch) for mover, batch in zip(movers, now, strict=True)]
+        return theta, torch.stack(losses) if alone else losses[0]
 
     def steps(
         self, theta: Tensor, batch: Batch, lr: float, w: Tensor, pull: float, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
-        if theta.ndim == 2 and not self._one_by_one(theta):
+        """Return what ``count`` steps ``theta + pull (w - theta) - lr g`` on one minibatch come to, and the last loss.
+
+        The loss is that before the last step. ``theta`` is given up: the result may lie in its memory.
+        """
+        if theta.ndim == 1:
+            for _ in range(count):
+                g, loss = self(theta, batch)
+                theta = after_gradient(theta, g, w, pull, lr)
+            return theta, loss
+        if not self._one_by_one(theta):
             return self._many.steps(theta, *batch, w, pull, lr, count)
-        for _ in range(count):
-            theta, loss = self.step(theta, batch, lr, w, pull)
-        return theta, loss
+        losses = []
+        for row, x, y, anchor in zip(theta, *batch, w, strict=True):
+            moved, loss = self._one.steps(row, x, y, anchor, pull, lr, count)
+            losses.append(loss)
+            if moved is not row:
+                row.copy_(moved)
+        return theta, torch.stack(losses)
 
     def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
         """Whether several steps on a minibatch like this one touch the first layer's weights once."""

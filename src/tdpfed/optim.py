@@ -44,12 +44,17 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
     return Optimizer(lambda _: (), step)
 
 
-def descend(grad: Grad, theta: Tensor, batch: Batch, lr: float) -> tuple[Tensor, Tensor]:
-    """Return ``theta - lr grad(theta)`` and the loss. Theta is given up: the result may lie in its memory."""
+def descend(grad: Grad, theta: Tensor, batches: Callable[[int], Batch], steps: int, lr: float) -> tuple[Tensor, Tensor]:
+    """Return what ``steps`` steps ``theta - lr grad(theta)`` come to, each on its minibatch, and the last loss.
+
+    Theta is given up: the result may lie in its memory.
+    """
     if isinstance(grad, Gradient):
-        return grad.step(theta, batch, lr)
-    g, loss = grad(theta, batch)
-    return after_gradient(theta, g, None, 0.0, lr), loss
+        return grad.descend(theta, batches, steps, lr)
+    for t in range(steps):
+        g, loss = grad(theta, batches(t))
+        theta = after_gradient(theta, g, None, 0.0, lr)
+    return theta, loss
 
 
 def proximal(

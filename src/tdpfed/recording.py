@@ -7,6 +7,7 @@ the graph is changed, ``rewriting.py`` says; on a GPU convolutions become matrix
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.convolution import as_products
-from tdpfed.rewriting import called_directly, joined_in_place, shortened, stepping, without_idle
+from tdpfed.rewriting import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
 from tdpfed.several import FirstLayer, first_layer
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -51,9 +52,14 @@ class Replayed:
     ) -> tuple[Tensor, Tensor]:
         """Return ``theta + pull (w - theta) - lr g`` (``theta - lr g`` without a ``w``), and the loss.
 
-        ``theta`` ``(K, P)`` is given up: the result may lie in its memory.
+        ``theta`` is given up: the result may lie in its memory.
         """
         return self._steps.of(theta, x, y)(theta, x, y, w, pull, lr)
+
+    def mover(self, theta: Tensor, x: Tensor, y: Tensor, lr: float) -> "Mover":
+        """Return what takes steps ``theta - lr g`` in the memory of ``theta``, on minibatches of this kind."""
+        step = self._steps.of(theta, x, y)
+        return Mover(theta, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
 
     def steps(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
@@ -81,21 +87,21 @@ class Replayed:
 
     def _recorded_step(self, theta: Tensor, x: Tensor, y: Tensor) -> Step:
         def make() -> Step | None:
-            made = stepping(self._record(theta, x, y))
+            made = stepping(self._record(theta, x, y)) if _steps_in_place(theta) else None
             if made is not None:
-                called_directly(made)(theta.clone(), x, y, theta, 0.5, 0.0)
+                made(theta.clone(), x, y, theta, 0.5, 0.0)
             return made
 
-        return (_tried(make) if _steps_in_place(theta) else None) or self._step_after_gradient
+        return _tried(make) or self._step_after_gradient
 
     def _recorded_first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
         def make() -> FirstLayer | None:
-            made = first_layer(self._record(theta, x, y))
+            made = first_layer(self._record(theta, x, y)) if theta.ndim == 2 and _steps_in_place(theta) else None
             if made is not None:
                 made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
             return made
 
-        return _tried(make) if _steps_in_place(theta) else None
+        return _tried(make)
 
     def _record(self, theta: Tensor, x: Tensor, y: Tensor) -> fx.GraphModule:
         def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
@@ -113,6 +119,32 @@ class Replayed:
     ) -> tuple[Tensor, Tensor]:
         g, loss = self(theta, x, y)
         return after_gradient(theta, g, w, pull, lr), loss
+
+
+@dataclass(frozen=True)
+class Mover:
+    """Takes steps ``theta - lr g`` in the memory of one theta."""
+
+    theta: Tensor
+    lr: float
+    step: Step
+    views: tuple[Tensor, ...]  # of theta, if the step is taken there anyway
+
+    def move(self, x: Tensor, y: Tensor) -> None:
+        """Take a step on a minibatch."""
+        if isinstance(self.step, InPlace):
+            self.step.move_only(x, y, None, 0.0, self.lr, *self.views)
+        else:
+            self.move_and_tell(x, y)
+
+    def move_and_tell(self, x: Tensor, y: Tensor) -> Tensor:
+        """Take a step on a minibatch, and return the loss before it."""
+        if isinstance(self.step, InPlace):
+            loss: Tensor = self.step.move(x, y, None, 0.0, self.lr, *self.views)
+            return loss
+        moved, loss = self.step(self.theta, x, y, None, 0.0, self.lr)
+        self.theta.copy_(moved)
+        return loss
 
 
 def after_gradient(theta: Tensor, g: Tensor, w: Tensor | None, pull: float, lr: float) -> Tensor:
@@ -140,7 +172,7 @@ class _Recordings(Generic[Kept]):
         return found[0]
 
 
-def _tried(make: Callable[[], Kept]) -> Kept | None:
+def _tried(make: Callable[[], Kept | None]) -> Kept | None:
     """Return what ``make`` gives; None if something stops it, which the function as it is will show."""
     try:
         return make()
@@ -151,4 +183,4 @@ def _tried(make: Callable[[], Kept]) -> Kept | None:
 
 
 def _steps_in_place(theta: Tensor) -> bool:
-    return theta.device.type == "cpu" and theta.ndim == 2 and theta.is_contiguous()
+    return theta.device.type == "cpu" and theta.is_contiguous()

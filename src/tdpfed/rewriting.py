@@ -2,11 +2,14 @@
 
 What does nothing goes: products with 1, views of the same shape. What is always the same is computed once. Weight
 gradients are computed where they belong in the flat vector instead of being copied there, or, where the gradient is
-only wanted for a step, added to the parameters by the very products that give them.
+only wanted for a step, added to the parameters by the very products that give them. Steps that follow each other in the
+same memory look at it once.
 """
 
+import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 VIEWS = (*RESHAPES, aten.transpose.int)
-OF_SHAPES_ALONE = (aten.ones_like.default, aten.zeros_like.default)
+OF_SHAPES_ALONE = (aten.ones_like.default, aten.zeros_like.default, aten.new_zeros.default)
 OF_CONSTANTS = (*VIEWS, aten.neg.default, aten.expand.default, aten.div.Scalar, aten.mul.Scalar)
 
 
@@ -26,7 +29,7 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.tanh.default: torch.tanh, aten.neg.default: torch.neg, aten.gather.default: torch.gather,
     aten._log_softmax.default: torch._log_softmax, aten.scatter_add.default: torch.scatter_add,
     aten._log_softmax_backward_data.default: torch._log_softmax_backward_data, aten.sum.dim_IntList: torch.sum,
-    aten.mean.dim: torch.mean, aten.new_zeros.default: Tensor.new_zeros,
+    aten.mean.dim: torch.mean,
 }  # fmt: skip
 """Operators that Python calls by a shorter way, under the same arguments."""
 
@@ -67,6 +70,10 @@ def shortened(module: fx.GraphModule) -> fx.GraphModule:
             _replace(node, node.args[0])
         elif node.target is aten.transpose.int and _turns_back(node, node.args[0]):
             _replace(node, node.args[0].args[0])
+        elif node.target in RESHAPES and _drops_summed(node, node.args[0]):
+            node.args[0].args = node.args[0].args[:2]
+            node.args[0].meta = dict(node.meta)
+            _replace(node, node.args[0])
     _compute_constants(module)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function":
@@ -95,7 +102,7 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
     graph = module.graph
     cat, parts = parts_of(graph)
     given = next(node for node in graph.nodes if node.op == "placeholder")
-    if cat is None or _kind(given) != _kind(cat):
+    if cat is None or len(shape_of(cat)) < 2 or _kind(given) != _kind(cat):
         return module
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -110,11 +117,25 @@ def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
     return without_join(module, cat, room)
 
 
-def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a recorded gradient as a step: ``(theta, x, y, w, pull, lr)`` to ``theta + pull (w - theta) - lr g``.
+@dataclass(frozen=True)
+class InPlace:
+    """A recorded step in the memory of theta: what is seen there, once for all steps, and what each step computes."""
 
-    The step is taken in the memory of ``theta``, after everything else. None where a gradient is not made of parts, or
-    what it is made of may have changed by then.
+    look: fx.GraphModule  # theta to its views
+    move: fx.GraphModule  # (x, y, w, pull, lr, *views) to the loss
+    move_only: fx.GraphModule  # the same to nothing
+
+    def __call__(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
+    ) -> tuple[Tensor, Tensor]:
+        """Move ``theta`` to ``theta + pull (w - theta) - lr g``, without a ``w`` to ``theta - lr g``."""
+        return theta, self.move(x, y, w, pull, lr, *self.look(theta))
+
+
+def stepping(module: fx.GraphModule) -> InPlace | None:
+    """Return a recorded gradient as a step that is taken in the memory of theta, after everything else.
+
+    None where a gradient is not made of parts, or what it is made of may have changed by then.
     """
     graph = module.graph
     cat, parts = separate_parts(module)
@@ -122,22 +143,46 @@ def stepping(module: fx.GraphModule) -> fx.GraphModule | None:
         return None
     given = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(given[-1]):
-        lr = graph.placeholder("lr")
-        pull = graph.placeholder("pull")
-        w = graph.placeholder("w")  # each stands before those inserted earlier
+        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # each before the last one
     with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
         graph.call_function(pull_, (given[0], w, pull))
         for part in parts:
             subtract_(graph, given[0], part, lr)
-    return without_join(module, cat, given[0])
+    return _in_place(without_join(module, cat, given[0]), given[0])
+
+
+def _in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
+    """Cut a recorded step into what only looks at theta and what moves it."""
+    seen: dict[fx.Node, fx.Node] = {}
+    look, move, move_only = fx.Graph(), fx.Graph(), fx.Graph()
+    views = views_of(theta)
+    for node in module.graph.nodes:
+        if node is theta or (node in views and seen.keys() >= set(node.all_input_nodes)):
+            seen[node] = look.node_copy(node, seen.__getitem__)
+    handed = [node for node in seen if any(user not in seen for user in node.users)]
+    look.output(tuple(seen[node] for node in handed))
+    for graph in (move, move_only):
+        known: dict[fx.Node, fx.Node] = {}
+        rest = [node for node in module.graph.nodes if node not in seen]
+        for node in (one for one in rest if one.op == "placeholder"):
+            known[node] = graph.node_copy(node)
+        known |= {node: graph.placeholder(f"seen_{number}") for number, node in enumerate(handed)}
+        for node in (one for one in rest if one.op not in ("placeholder", "output")):
+            known[node] = graph.node_copy(node, known.__getitem__)
+        answer: Any = next(node for node in rest if node.op == "output").args[0]
+        graph.output(known[answer[1]] if graph is move else None)
+    for node in reversed(move_only.nodes):
+        if not node.users and node.op in ("call_function", "get_attr") and node.target not in WRITERS:
+            move_only.erase_node(node)
+    return InPlace(*(called_directly(fx.GraphModule(module, graph)) for graph in (look, move, move_only)))
 
 
 def subtract_(graph: fx.Graph, theta: fx.Node, part: Part, lr: fx.Node) -> None:
     """Subtract a piece of the gradient, times ``lr``, in the memory of theta."""
-    if part.product is None:
-        graph.call_function(_subtract, (theta, part.begin, part.node, lr))
-    else:
-        graph.call_function(_subtract_product, (theta, part.begin, *part.product.args, lr))
+    shape = shape_of(part.node)[-1:] if part.product is None else shape_of(part.product)[1:]
+    place = graph.call_function(place_in, (theta, part.begin, shape))
+    given = (part.node,) if part.product is None else part.product.args
+    graph.call_function(_subtract if part.product is None else _subtract_product, (place, *given, lr))
 
 
 def separate_parts(module: fx.GraphModule) -> tuple[fx.Node | None, list[Part]]:
@@ -153,18 +198,20 @@ def separate_parts(module: fx.GraphModule) -> tuple[fx.Node | None, list[Part]]:
 
 
 def parts_of(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
-    """Return the node that joins the flat gradient ``(K, P)`` of many clients, and what it is made of."""
+    """Return the node that joins the flat gradient, ``(K, P)`` of many clients or ``(P,)``, and what it is made of."""
     output = next(node for node in graph.nodes if node.op == "output")
     cat = output.args[0][0]
     if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) > 1:
         return None, []
-    if len(shape_of(cat)) != 2 or cat.args[1:] not in ((1,), (-1,)):
+    last = len(shape_of(cat)) - 1
+    dim: Any = cat.args[1] if len(cat.args) > 1 else 0
+    if last > 1 or dim not in (last, -1):
         return None, []
     nodes: Any = cat.args[0]
     parts, begin = [], 0
     for node in nodes:
-        parts.append(Part(begin, node, _product(node, shape_of(cat)[0])))
-        begin += shape_of(node)[1]
+        parts.append(Part(begin, node, _product(node, shape_of(cat)[0]) if last else None))
+        begin += shape_of(node)[last]
     return cat, parts
 
 
@@ -189,7 +236,7 @@ def views_of(given: fx.Node) -> set[fx.Node]:
     views = {given}
     for node in given.graph.nodes:
         target: Any = node.target
-        looks = target is operator.getitem or target in RESHAPES
+        looks = target in (operator.getitem, place_in, *RESHAPES)
         if isinstance(target, torch._ops.OpOverload):
             looks = looks or any(argument.alias_info is not None for argument in target._schema.arguments)
         if looks and not views.isdisjoint(node.all_input_nodes):
@@ -223,9 +270,9 @@ def _compute_constants(module: fx.GraphModule) -> None:
     }
     for node in list(graph.nodes):
         if node.target in OF_SHAPES_ALONE:
-            like = node.args[0].meta["val"]
+            like = node.meta["val"]
             fill = torch.ones if node.target is aten.ones_like.default else torch.zeros
-            known[node] = fill(like.shape, dtype=node.meta["val"].dtype, device=like.device)
+            known[node] = fill(like.shape, dtype=like.dtype, device=like.device)
         elif node.target in OF_CONSTANTS and node.args[0] in known and not node.kwargs:
             known[node] = operators[node](known[node.args[0]], *node.args[1:])
     for number, (node, value) in enumerate(known.items()):
@@ -236,6 +283,15 @@ def _compute_constants(module: fx.GraphModule) -> None:
             there = graph.get_attr(f"constant{number}")
         there.meta = dict(node.meta)
         node.replace_all_uses_with(there, delete_user_cb=lambda user: user not in known)
+
+
+def _drops_summed(node: fx.Node, total: Any) -> bool:
+    """Whether a view does nothing but drop the dimensions that were summed over and kept."""
+    if total.target is not aten.sum.dim_IntList or total.args[2:] != (True,) or len(total.users) > 1:
+        return False
+    shape = shape_of(total)
+    summed = {d % len(shape) for d in total.args[1]}
+    return shape_of(node) == tuple(size for d, size in enumerate(shape) if d not in summed)
 
 
 def _turns_back(node: fx.Node, before: fx.Node) -> bool:
@@ -271,14 +327,20 @@ def pull_(theta: Tensor, w: Tensor | None, pull: float) -> None:
         theta.lerp_(w, pull)
 
 
-def _subtract(theta: Tensor, begin: int, part: Tensor, lr: float) -> None:
-    theta.narrow(1, begin, part.shape[1]).sub_(part, alpha=lr)
+def place_in(theta: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the values of each client from ``begin`` on, as they lie in theta."""
+    return theta.narrow(-1, begin, math.prod(shape)).view(*theta.shape[:-1], *shape)
 
 
-def _subtract_product(theta: Tensor, begin: int, a: Tensor, b: Tensor, lr: float) -> None:
-    rows, columns = a.shape[1], b.shape[2]
-    place = theta.narrow(1, begin, rows * columns).view(len(a), rows, columns)
-    if rows * columns < SMALL_PRODUCT:
+def _subtract(place: Tensor, part: Tensor, lr: float) -> None:
+    place.sub_(part, alpha=lr)
+
+
+def _subtract_product(place: Tensor, a: Tensor, b: Tensor, lr: float) -> None:
+    if place.shape[1] * place.shape[2] < SMALL_PRODUCT:
         place.sub_(torch.bmm(a, b), alpha=lr)
     else:
         place.baddbmm_(a, b, alpha=-lr)
+
+
+WRITERS = (pull_, _subtract, _subtract_product)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -102,27 +103,61 @@ def test_the_first_error_stops_the_others() -> None:
 
 
 class Demanding(nn.Module):
-    """Does not take a client whose labels it dislikes: such a path cannot be recorded."""
+    """Works until it is told not to."""
+
+    armed: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(36, small.CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            raise TDPFedError("model: not in a thread")
+        if self.armed:
+            raise TDPFedError("model: not today")
         result: Tensor = self.layer(x.flatten(1))
         return result
 
 
-def test_an_error_of_the_model_surfaces_as_it_is() -> None:
+def test_an_error_of_the_model_surfaces_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(2)
     data = small.federation(CLIENTS, dtype=torch.float32)
     simulation = Simulation(Demanding(), data, FedAvg(**small.COMMON))
-    with pytest.raises(TDPFedError, match="not in a thread"):
+    monkeypatch.setattr(Demanding, "armed", True)
+    with pytest.raises(TDPFedError, match="not today"):
         simulation.step()
     assert simulation.round == 0
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("failing", ["the asking thread", "another"])
+def test_an_error_of_either_thread_stops_the_other(failing: str) -> None:
+    groups, met = Groups(), threading.Barrier(2)
+
+    def task() -> None:
+        met.wait(5)
+        own = threading.current_thread() is threading.main_thread()
+        if own == (failing == "the asking thread"):
+            raise TDPFedError(failing)
+        for _ in range(500):
+            groups.check()
+            time.sleep(0.01)
+        raise AssertionError("it was not stopped")
+
+    with pytest.raises(TDPFedError, match=failing):
+        groups.compute([task, task], 2, 1)
+    assert groups.compute([groups.check] * 2, 2, 1) == [None, None]
+
+
+def test_between_groups_one_thread_computes_where_there_is_little_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    runner = trained("fedavg", "dense", 2).runner
+    with runner.around_groups(CLIENTS):
+        assert torch.get_num_threads() == 1
+        assert runner.lanes(CLIENTS) == (2, 1)  # as many as there are
+    assert torch.get_num_threads() == runner.groups.threads == 2
+    monkeypatch.setattr("tdpfed.engine.runners.LITTLE", 0)
+    with runner.around_groups(CLIENTS):
+        assert torch.get_num_threads() == 2
 
 
 def test_ctrl_c_stops_the_groups() -> None:

@@ -41,10 +41,7 @@ class FedAvg(Algorithm):
 
     def descend(self, theta: Tensor, batches: Batches, grad: Grad) -> tuple[Tensor, Tensor]:
         """Return the parameters after ``tau`` steps, and the last loss."""
-        theta = theta.clone()  # steps may be taken in its memory
-        for t in range(self.tau):
-            theta, loss = optim.descend(grad, theta, batches(t), self.eta)
-        return theta, loss
+        return optim.descend(grad, theta.clone(), batches, self.tau, self.eta)  # steps may be taken in its memory
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
         """Average the local models."""

@@ -117,7 +117,8 @@ def check_model(objective: Objective, data: Federation) -> None:
 def not_finite(outcome: Outcome) -> Tensor:
     """Return the mask of the clients whose loss or parameters are not finite, ``(K,)``."""
     values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
-    return ~torch.stack([finite(value.reshape(len(value), -1)) for value in values]).all(0)
+    distinct = {id(value): value for value in values}.values()  # what is kept may be what is sent
+    return ~torch.stack([finite(value.reshape(len(value), -1)) for value in distinct]).all(0)
 
 
 def check_finite(bad: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:

@@ -2,12 +2,15 @@
 
 No thread waits for another within a step. What a group computes does not depend on how many there are, so neither do
 its bits. A group is as large as it can be: between two operators a thread waits for Python's lock, and fewer operators
-on more clients wait less.
+on more clients wait less. The thread that asks computes too: of two that are woken at once, the system may put both on
+one core for a while.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -17,6 +20,10 @@ Result = TypeVar("Result")
 
 SMALL = 500_000
 """Parameters of a round's clients up to which one thread computes them all: a second would wait more than compute."""
+
+LITTLE = 16_000_000
+"""Parameters of a round's clients up to which one thread does what lies between the groups of one round and the next:
+OpenMP's threads spin for milliseconds after each operator, on cores that the groups would need."""
 
 
 class StoppedError(Exception):
@@ -28,8 +35,9 @@ class Groups:
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._shape = (0, 0)  # threads, and what each may use within a product
+        self._shape = (0, 0)  # threads beside the asking one, and what each may use within a product
         self._stopping = threading.Event()
+        self._all = 0  # threads there are, while fewer are used
 
     def check(self) -> None:
         """Raise :class:`StoppedError` in a group if another has failed or the user has had enough."""
@@ -42,33 +50,65 @@ class Groups:
         What the first that fails raises is raised; the others are stopped before.
         """
         threads = min(threads, len(tasks))
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(within)
+        with self.using(within):
             if threads <= 1:
                 return [task() for task in tasks]
-            return self._side_by_side(tasks, self._pool(threads, within))
+            return self._side_by_side(tasks, threads - 1, within)
+
+    @property
+    def threads(self) -> int:
+        """How many threads there are, whatever is being used."""
+        return self._all or torch.get_num_threads()
+
+    @contextmanager
+    def using(self, threads: int) -> Iterator[None]:
+        """Have operators use so many threads for a while."""
+        before, outermost = torch.get_num_threads(), not self._all
+        self._all = self.threads
+        try:
+            torch.set_num_threads(threads)
+            yield
         finally:
             torch.set_num_threads(before)  # what a thread sets for itself, MKL takes for all
+            self._all = 0 if outermost else self._all
 
-    def _side_by_side(self, tasks: Sequence[Callable[[], Result]], pool: ThreadPoolExecutor) -> list[Result]:
-        futures: list[Future[Result]] = [pool.submit(task) for task in tasks]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:  # also after Ctrl-C
-            if not all(future.done() for future in futures):
+    def _side_by_side(self, tasks: Sequence[Callable[[], Result]], helpers: int, within: int) -> list[Result]:
+        left, results = deque(enumerate(tasks)), dict[int, Result]()
+
+        def work() -> None:
+            try:
+                while (one := _next(left)) is not None:
+                    self.check()
+                    results[one[0]] = one[1]()
+            except BaseException:
                 self._stopping.set()
-                for future in futures:
-                    future.cancel()
-                wait(futures)
-                self._stopping.clear()
-        failed = [future for future in futures if not future.cancelled() and future.exception() is not None]
-        for future in sorted(failed, key=lambda one: isinstance(one.exception(), StoppedError)):
-            future.result()
-        return [future.result() for future in futures]
+                raise
+
+        pool = self._pool(helpers, within)
+        futures: list[Future[None]] = [pool.submit(work) for _ in range(helpers)]
+        own: BaseException | None = None
+        try:
+            work()
+            wait(futures)
+        except BaseException as error:  # also Ctrl-C
+            own = error
+            self._stopping.set()
+            wait(futures)
+        self._stopping.clear()
+        failed = [one for one in (own, *(future.exception() for future in futures)) if one is not None]
+        if failed:
+            raise min(failed, key=lambda one: isinstance(one, StoppedError))
+        return [results[number] for number in range(len(tasks))]
 
     def _pool(self, threads: int, within: int) -> ThreadPoolExecutor:
         if self._threads is None or self._shape != (threads, within):
             self._threads = ThreadPoolExecutor(threads, "clients", partial(torch.set_num_threads, within))
             self._shape = threads, within
         return self._threads
+
+
+def _next(left: deque[tuple[int, Callable[[], Result]]]) -> tuple[int, Callable[[], Result]] | None:
+    try:
+        return left.popleft()
+    except IndexError:
+        return None

@@ -6,6 +6,7 @@ the same result on a CPU.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -17,7 +18,7 @@ from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.graphs import Graphed
-from tdpfed.engine.groups import SMALL, Groups
+from tdpfed.engine.groups import LITTLE, SMALL, Groups
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.sampling import batch_indices
 from tdpfed.objective import Batch, Objective
@@ -76,12 +77,13 @@ class Runner:
             turn.seed, turn.round, clients.reshape(-1), data.train_start[clients.reshape(-1)],
             data.train_size[clients.reshape(-1)], self.algorithm.draws, self.algorithm.batch_size,
         ).reshape(*clients.shape, self.algorithm.draws, self.algorithm.batch_size)  # fmt: skip
+        by_step = index.movedim(-2, 0).contiguous()
+        labels = _rows(data.y, by_step)
 
         def batch(step: int) -> Batch:
             self.groups.check()
-            drawn = index[..., step, :]
-            x = augmented(_rows(data.x, drawn), data.augment, turn.seed, turn.round, clients, step)
-            return x, _rows(data.y, drawn)
+            x = augmented(_rows(data.x, by_step[step]), data.augment, turn.seed, turn.round, clients, step)
+            return x, labels[step]
 
         return batch
 
@@ -126,11 +128,18 @@ class Runner:
         """Return how many chunks of ``count`` clients a CPU computes at a time, and with how many threads in each."""
         if count * self.objective.layout.size <= SMALL:
             return 1, 1
-        threads = torch.get_num_threads()
+        threads = self.groups.threads
         if self._few_products:
             return 1, threads
         lanes = max(1, min(threads, self.fitting // LEAST_TOGETHER, math.ceil(count / LEAST_TOGETHER)))
         return lanes, threads // lanes
+
+    def around_groups(self, count: int) -> AbstractContextManager[None]:
+        """Return the context of what a round of ``count`` clients does beside computing them."""
+        alone = self.kind == "loop" or self.federation.device.type != "cpu" or self.lanes(count)[0] == 1
+        if alone or count * self.objective.layout.size > LITTLE:
+            return nullcontext()
+        return self.groups.using(1)
 
     @cached_property
     def _few_products(self) -> bool:

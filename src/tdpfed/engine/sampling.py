@@ -11,10 +11,13 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-Bits = TypeVar("Bits", int, Tensor)
+Integers = NDArray[np.int64]
+Bits = TypeVar("Bits", int, Tensor, Integers)
 
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
@@ -66,17 +69,9 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
     """
     if index.is_cuda:
         return _compiled_permute()(index, size, bits)
-    columns = size.double().sqrt().ceil().long()
-    rows = (size + columns - 1) // columns
-    index = _feistel(index, rows, columns, bits)
-    for _ in range(WALKS):
-        few = (index >= size).nonzero(as_tuple=True)
-        if not len(few[0]):
-            break
-        index = index.index_put(
-            few, _feistel(*(tensor.expand_as(index)[few] for tensor in (index, rows, columns, bits)))
-        )
-    return index % size
+    # At least a dimension: a product of NumPy's scalars warns where it wraps.
+    found = _permuted(*(np.atleast_1d(tensor.numpy()) for tensor in (index, size, bits)))
+    return torch.from_numpy(found).reshape(torch.broadcast_shapes(index.shape, size.shape, bits.shape))
 
 
 def batch_indices(
@@ -101,7 +96,20 @@ def choose(seed: int, stream: Stream, round_: int, population: int, count: int, 
     return drawn.sort().values
 
 
-def _feistel(index: Tensor, rows: Tensor, columns: Tensor, bits: Tensor) -> Tensor:
+def _permuted(index: Integers, size: Integers, bits: Integers) -> Integers:
+    """Return :func:`permute` for a CPU: NumPy calls its many operators on few numbers faster."""
+    columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
+    rows = (size + columns - 1) // columns
+    index = _feistel(index, rows, columns, bits)
+    for _ in range(WALKS):
+        few = index >= size
+        if not few.any():
+            break
+        index[few] = _feistel(*(np.broadcast_to(array, index.shape)[few] for array in (index, rows, columns, bits)))
+    return index % size
+
+
+def _feistel(index: Integers, rows: Integers, columns: Integers, bits: Integers) -> Integers:
     left, right = index // columns, index % columns
     for turn in range(FEISTEL_ROUNDS):
         salt = mix(bits ^ (turn * 0x632BE5AB & MASK))

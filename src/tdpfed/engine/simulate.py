@@ -150,6 +150,10 @@ class Simulation:
     def _attempt(self, attempt: int, outcome: Outcome | None) -> tuple[bool, int]:
         """Try a round; return whether it is done, and how many uploads were accepted."""
         turn, reported = self.next_turn(attempt)
+        with self.runner.around_groups(len(turn.clients)):
+            return self._taken(turn, reported, outcome)
+
+    def _taken(self, turn: Turn, reported: Tensor, outcome: Outcome | None) -> tuple[bool, int]:
         if len(turn.clients):
             outcome = self._train(turn) if outcome is None else self._checked(outcome, not_finite(outcome), turn)
         server, count = self.server, 0
@@ -317,6 +321,8 @@ class Simulation:
         return self.algorithm.aggregate(self.server, uploads, self._weights(senders.clients), senders, average)
 
     def _only(self, uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
+        if bool(mask.all()):
+            return uploads, turn
         mask = mask.to(turn.clients.device)
         return {name: value[mask] for name, value in uploads.items()}, replace(turn, clients=turn.clients[mask])
 

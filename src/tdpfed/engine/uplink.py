@@ -4,7 +4,9 @@ The gate refuses an upload that is not finite or whose factors lie too far from 
 factors of an unchanged tensor can wreck an average). A refused upload is named and left out; the round goes on.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
@@ -93,9 +95,12 @@ class Uplink:
 
     def _bytes(self, state: State, kind: Kind, codec: Codec, turn: Turn, samples: list[int]) -> int:
         lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
+        size = partial(encoded_size, lengths, layouts, codec, kind=kind, round_=int(turn.round))
+        headers = list(zip(turn.clients.tolist(), samples, strict=True))
+        digits = [tuple(len(str(number)) for number in header) for header in headers]
+        example = dict(zip(digits, headers, strict=True))  # headers of as many digits are as long
         return sum(
-            encoded_size(lengths, layouts, codec, kind=kind, round_=int(turn.round), client=client, samples=count)
-            for client, count in zip(turn.clients.tolist(), samples, strict=True)
+            count * size(client=example[key][0], samples=example[key][1]) for key, count in Counter(digits).items()
         )
 
 

@@ -144,6 +144,8 @@ def place(entry: str, layout: Layout | None, index: int) -> str:
 
 def finite(x: Tensor) -> Tensor:
     """Tell for each vector of ``x`` ``(..., n)`` whether all its values are finite, with no mask of them in memory."""
+    if x.device.type == "cpu" and bool(x.sum(-1).isfinite().all()):  # then they are: one pass, most of the time
+        return torch.ones(x.shape[:-1], dtype=torch.bool)
     return x.amin(-1).isfinite() & x.amax(-1).isfinite()  # both carry NaN along; aminmax is many times slower
 
 
