@@ -113,7 +113,7 @@ class Store:
     def _at(self, ids: Tensor) -> State:
         slots, found = self._slots(ids), {}
         for name, value in self._values.items():
-            found[name] = value[slots.to(value.device)].to(self.start[name].device)
+            found[name] = value.index_select(0, slots.to(value.device)).to(self.start[name].device)
         return found
 
     def _slots(self, ids: Tensor) -> Tensor:
@@ -161,7 +161,9 @@ def free_memory(device: torch.device) -> int:
 
 def assign(value: Tensor, index: Tensor, rows: Tensor) -> None:
     """Replace rows of ``value`` by index or mask; what PyTorch cannot assign is assigned as bytes."""
-    if value.dtype in ASSIGNABLE:
+    if index.dtype == torch.int64 and value.dtype in ASSIGNABLE:
+        value.index_copy_(0, index, rows)
+    elif value.dtype in ASSIGNABLE:
         value[index] = rows
     else:
         as_bytes(value)[index] = as_bytes(rows)
