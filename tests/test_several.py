@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 import small
-from tdpfed import Federation, PFedMe, TDPFed
+from tdpfed import Federation, PFedMe, TDPFed, optim
 from tdpfed.engine.simulate import Simulation
 from tdpfed.objective import Objective
 from tdpfed.recording import Replayed
@@ -84,6 +84,29 @@ def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None
     found, loss = Replayed(gradient).steps(theta.clone(), x, y, w, pull, 0.1, 4)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("momentum", [0.5, 0.9])
+@pytest.mark.parametrize("bias", [True, False])
+def test_several_steps_with_momentum_are_the_steps(name: str, momentum: float, bias: bool) -> None:
+    torch.manual_seed(0)
+    way, skipped = WAYS[name]
+    objective, theta, w, x, y = problem(Model(way, bias))
+    gradient = vmap(grad_and_value(objective.value))
+    expected, rule = theta.clone(), optim.nesterov(0.1, momentum)
+    state = rule.init(expected)
+    for count in range(1, 6):
+        g, last = gradient(expected, x, y)
+        expected, state = rule.step(expected, g + 2.0 * (expected - w), state, count)
+    given = theta.clone()
+    found = objective.gradient.steps_with_momentum(given, (x, y), 0.1, w, 2.0, momentum, 5)
+    assert (found is not None) == skipped
+    if found is None:
+        assert torch.equal(given, theta)
+        found = optim.proximal(0.1, 2.0, momentum, 5)(objective.gradient, given, (x, y), w)
+    torch.testing.assert_close(found[0], expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found[1], last, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", WAYS)

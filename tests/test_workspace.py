@@ -1,11 +1,13 @@
 """A padded workspace gives what the plan itself does."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from tdpfed import optim
+from tdpfed import optim, workspace
 from tdpfed.plan import FactorPlan
-from tdpfed.workspace import ALIGNED, LEAST_RANK, Workspace
+from tdpfed.workspace import ALIGNED, LEAST_RANK, Turned, Workspace
 
 SHAPES = {"conv.weight": (6, 3, 3, 3), "conv.bias": (6,), "fc.weight": (10, 13), "fc.bias": (10,), "scale": ()}
 PLAN = FactorPlan.of(SHAPES, 1.5)
@@ -45,6 +47,48 @@ def test_on_a_cpu_only_ranks_are_filled_up() -> None:
     torch.testing.assert_close(space.compose(space.pack(a)), PLAN.compose(a))
     grad = space.unpack(space.residual_grad(space.pack(a), theta, 3.0))
     torch.testing.assert_close(grad, PLAN.residual_grad(a, theta, 3.0))
+
+
+@pytest.fixture
+def any_matrix_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("tdpfed.cp.algebra.SMALL_MATRIX", 1)
+    workspace._filled_up.cache_clear()
+    yield
+    workspace._filled_up.cache_clear()
+
+
+@pytest.mark.usefixtures("any_matrix_is_large")
+def test_turned_factors_are_the_factors() -> None:
+    space = Turned(PLAN)
+    ranks = dict(zip(PLAN.dense.names, space.plan.ranks, strict=True))
+    assert ranks["fc.weight"] == dict(zip(PLAN.dense.names, PLAN.ranks, strict=True))["fc.weight"]  # any rank will do
+    a, theta = drawn(3)
+    packed = space.pack(a)
+    assert torch.equal(space.unpack(packed), a)
+    torch.testing.assert_close(space.compose(packed), PLAN.compose(a))
+    compute, pieces = space.residual(packed, theta, 3.0)
+    compute()
+    flat = torch.cat(pieces, 1)
+    assert flat.shape == packed.shape
+    torch.testing.assert_close(space.unpack(flat), PLAN.residual_grad(a, theta, 3.0))
+    packed.mul_(0.5)
+    compute()  # where the factors are by now
+    torch.testing.assert_close(space.unpack(torch.cat(pieces, 1)), PLAN.residual_grad(0.5 * a, theta, 3.0))
+
+
+@pytest.mark.usefixtures("any_matrix_is_large")
+def test_steps_in_place_are_the_steps() -> None:
+    (a, theta), rule, space = drawn(3), optim.adam(1e-3), Turned(PLAN)
+    packed, state, twin = space.pack(a), rule.init(a), a
+    compute, pieces = space.residual(packed, theta, 3.0)
+    assert rule.in_place is not None
+    move = rule.in_place(packed, pieces, rule.init(packed))
+    for count in range(1, 6):
+        compute()
+        move(count)
+        twin, state = rule.step(twin, PLAN.residual_grad(twin, theta, 3.0), state, count)
+    torch.testing.assert_close(space.unpack(packed), twin)
+    assert not torch.allclose(twin, a)
 
 
 def test_ranks_are_multiples() -> None:

@@ -189,6 +189,17 @@ class Gradient:
                 row.copy_(moved)
         return theta, torch.stack(losses)
 
+    def steps_with_momentum(
+        self, theta: Tensor, batch: Batch, lr: float, w: Tensor, lam: float, momentum: float, count: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` with one minibatch come to.
+
+        None, and theta as it was, where the steps themselves are as quick; else theta is given up.
+        """
+        if theta.ndim == 1 or self._one_by_one(theta):
+            return None
+        return self._many.steps_with_momentum(theta, *batch, w, lam, lr, momentum, count)
+
     def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
         """Whether several steps on a minibatch like this one touch the first layer's weights once."""
         return theta.ndim == 2 and not self._one_by_one(theta) and self._many.first_layer(theta, *batch) is not None

@@ -5,7 +5,7 @@ the first step. A step never changes ``a`` or the gradient, but it may reuse the
 rules agree with ``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its default settings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -19,10 +19,15 @@ State = tuple[Tensor, ...]
 
 
 class Optimizer(NamedTuple):
-    """An update rule: how its state begins, and one step."""
+    """An update rule: how its state begins, and one step.
+
+    Some take steps in place on a CPU: ``in_place(a, gradient, state)`` returns ``step(count)``, which moves ``a``
+    ``(K, n)`` and the state along what then lies in ``gradient``, pieces ``(K, m)`` that make up the flat one.
+    """
 
     init: Callable[[Tensor], State]
     step: Callable[[Tensor, Tensor, State, int], tuple[Tensor, State]]
+    in_place: Callable[[Tensor, Sequence[Tensor], State], Callable[[int], None]] | None = None
 
 
 def gd(lr: float) -> Optimizer:
@@ -66,8 +71,12 @@ def proximal(
     """
 
     def take(grad: Grad, theta: Tensor, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
-        if momentum == 0 and isinstance(grad, Gradient):
-            return grad.steps(theta, batch, lr, w, lr * lam, steps)
+        if isinstance(grad, Gradient):
+            if momentum == 0:
+                return grad.steps(theta, batch, lr, w, lr * lam, steps)
+            known = grad.steps_with_momentum(theta, batch, lr, w, lam, momentum, steps)
+            if known is not None:
+                return known
         velocity: Tensor | None = None
         for _ in range(steps):
             g, loss = grad(theta, batch)
@@ -95,21 +104,28 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8)
             root = (1 - beta2**count) ** 0.5
             return _adam_kernel(a, g, state, beta1, beta2, lr * root / (1 - beta1**count), eps * root)
         moved = a.clone(memory_format=torch.contiguous_format)
-        # One pass instead of six; client by client, so that the bits of one do not depend on its company.
-        next_, grads, means, squares = (
-            list(tensor.reshape(-1, a.shape[-1]).unbind()) for tensor in (moved, g.contiguous(), *state)
-        )
-        counts = [torch.tensor(float(count))] * len(next_)
-        torch._fused_adam_(
-            next_, grads, means, squares, [], counts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=0.0,
-            eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+        flat = [tensor.reshape(-1, a.shape[-1]) for tensor in (moved, g.contiguous(), *state)]
+        in_place(flat[0], [flat[1]], tuple(flat[2:]))(count)
         return moved, state
+
+    def in_place(a: Tensor, gradient: Sequence[Tensor], state: State) -> Callable[[int], None]:
+        # One pass instead of six; client by client, so that the bits of one do not depend on its company.
+        sizes = [piece.shape[1] for piece in gradient]
+        cut = ([row for part in tensor.split(sizes, 1) for row in part.unbind()] for tensor in (a, *state))
+        (values, means, squares), grads = cut, [row for piece in gradient for row in piece.unbind()]
+
+        def step(count: int) -> None:
+            torch._fused_adam_(
+                values, grads, means, squares, [], [torch.tensor(float(count))] * len(values), lr=lr, beta1=beta1,
+                beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        return step
 
     def init(a: Tensor) -> State:
         return tuple(torch.zeros_like(a, memory_format=torch.contiguous_format) for _ in range(2))
 
-    return Optimizer(init, step)
+    return Optimizer(init, step, in_place)
 
 
 def _adam_kernel(

@@ -61,6 +61,16 @@ class Replayed:
         step = self._steps.of(theta, x, y)
         return Mover(theta, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
 
+    def steps_with_momentum(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` come to, and the loss before the last.
+
+        None, and theta as it was, where the steps themselves are as quick.
+        """
+        known = self.first_layer(theta, x, y) if count > 1 else None
+        return None if known is None else known.steps_with_momentum(theta, x, y, w, lam, lr, momentum, count)
+
     def steps(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
     ) -> tuple[Tensor, Tensor]:
@@ -99,6 +109,7 @@ class Replayed:
             made = first_layer(self._record(theta, x, y)) if theta.ndim == 2 and _steps_in_place(theta) else None
             if made is not None:
                 made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
+                made.steps_with_momentum(theta.clone(), x, y, theta, 0.5, 0.0, 0.5, 2)
             return made
 
         return _tried(make)

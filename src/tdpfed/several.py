@@ -3,9 +3,11 @@
 Where a linear layer's inputs X are the data themselves, a step moves its weights W towards V and along X alone:
 ``W' = W + pull (V - W) - lr D^T X``, where D is the gradient in its outputs. So these, ``Z = X W^T``, follow without W:
 ``Z' = Z + pull (X V^T - Z) - lr (X X^T) D``. Here ``X X^T`` is as small as the minibatch. After the last step one
-product brings W up to date. In exact arithmetic these are the steps themselves.
+product brings W up to date. In exact arithmetic these are the steps themselves. With momentum the velocity is of that
+form too: a share of ``V - W`` and something along X.
 """
 
+import copy
 import operator
 from typing import Any, NamedTuple
 
@@ -32,7 +34,8 @@ WIDE = 8
 class FirstLayer(NamedTuple):
     """A recorded gradient without its first layer, and where the weights of that lie in theta."""
 
-    graph: fx.GraphModule  # (theta, x, y, z, w, pull, lr) to (theta, loss, gradient in z)
+    step: fx.GraphModule  # (theta, x, y, z, w, pull, lr) to (theta, loss, gradient in z), theta stepped but for W
+    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, that in what is before W, and after)
     begin: int
     outputs: int
     inputs: int
@@ -46,11 +49,42 @@ class FirstLayer(NamedTuple):
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
         along = torch.zeros_like(z)
         for _ in range(count):
-            theta, loss, in_z = self.graph(theta, x, y, z, w, pull, lr)
+            theta, loss, in_z = self.step(theta, x, y, z, w, pull, lr)
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
             along.mul_(1 - pull).add_(in_z)
         weights.lerp_(anchor, 1 - (1 - pull) ** count).baddbmm_(along.mT, inputs, alpha=-lr)
         return theta, loss
+
+    def steps_with_momentum(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` in the memory of ``theta``."""
+        inputs = x.reshape(*x.shape[:2], self.inputs)
+        weights, anchor = (self._weights(flat) for flat in (theta, w))
+        start, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
+        others = list(zip(self._others(theta), self._others(w), strict=True))
+        z, share, along = start, 0.0, torch.zeros_like(start)  # W is W + share (V - W) + along^T X by now
+        share_v, along_v, velocities = 0.0, torch.zeros_like(start), [torch.zeros_like(part) for part, _ in others]
+        for step in range(count):
+            loss, in_z, *gradients = self.gradient(theta, x, y, z)
+            for (part, towards), slope, velocity in zip(others, gradients, velocities, strict=True):
+                g = torch.sub(part, towards).mul_(lam).add_(slope)
+                velocity.mul_(momentum).add_(g)
+                part.sub_(g.add_(velocity, alpha=momentum), alpha=lr)
+            pulled, in_z = lam * (share - 1), torch.add(in_z, along, alpha=lam)
+            share_v = momentum * share_v + pulled
+            along_v.mul_(momentum).add_(in_z)
+            share -= lr * (pulled + momentum * share_v)
+            along.sub_(in_z.add_(along_v, alpha=momentum), alpha=lr)
+            if step < count - 1:
+                z = torch.lerp(start, aim, share).baddbmm_(gram, along)
+        weights.lerp_(anchor, share).baddbmm_(along.mT, inputs)
+        return theta, loss
+
+    def _others(self, flat: Tensor) -> list[Tensor]:
+        """Return what lies before and after the weights."""
+        end = self.begin + self.outputs * self.inputs
+        return [flat[:, : self.begin], flat[:, end:]]
 
     def _weights(self, flat: Tensor) -> Tensor:
         size = self.outputs * self.inputs
@@ -59,6 +93,28 @@ class FirstLayer(NamedTuple):
 
 def first_layer(module: fx.GraphModule) -> FirstLayer | None:
     """Return a recorded gradient cut at its first layer; None where that is no linear layer of many inputs."""
+    opened, stepped = _opened(copy.deepcopy(module)), _opened(module)
+    if opened is None or stepped is None:
+        return None
+    wide = shape_of(stepped.inputs)[2]
+    outputs = shape_of(stepped.first.node)[1] // wide
+    return FirstLayer(_stepping(stepped), _giving_gradients(opened), stepped.first.begin, outputs, wide)
+
+
+class _Opened(NamedTuple):
+    """A recorded gradient in which the first layer's outputs are given."""
+
+    module: fx.GraphModule
+    given: tuple[fx.Node, ...]  # theta, x, y, z
+    cat: fx.Node
+    parts: list[Part]
+    first: Part  # that of the first layer's weights
+    inputs: fx.Node
+    in_outputs: fx.Node  # the gradient in the first layer's outputs
+
+
+def _opened(module: fx.GraphModule) -> _Opened | None:
+    """Take the first layer out, if that is a linear one of many inputs."""
     graph = module.graph
     cat, parts = separate_parts(module)
     theta, x, y = (node for node in graph.nodes if node.op == "placeholder")
@@ -67,25 +123,52 @@ def first_layer(module: fx.GraphModule) -> FirstLayer | None:
     if cat is None or found is None:
         return None
     first, outputs, in_outputs = found
-    (_, samples, wide), size = shape_of(outputs.args[0]), shape_of(first.node)[1]
+    inputs: Any = outputs.args[0]
+    (_, samples, wide) = shape_of(inputs)
     if wide < WIDE * samples:
         return None
     with graph.inserting_after(y):
-        lr, pull, w, z = (graph.placeholder(name) for name in ("lr", "pull", "w", "z"))  # each before the last one
+        z = graph.placeholder("z")
     z.meta = dict(outputs.meta)
     outputs.replace_all_uses_with(z)
     remove(outputs)
+    return _Opened(module, (theta, x, y, z), cat, parts, first, inputs, in_outputs)
+
+
+def _stepping(opened: _Opened) -> fx.GraphModule:
+    """Step down in all parameters but the first layer's weights, in the memory of theta."""
+    graph, (theta, _, _, z), first = opened.module.graph, opened.given, opened.first
+    with graph.inserting_after(z):
+        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # each before the last one
     end = next(node for node in graph.nodes if node.op == "output")
     with graph.inserting_before(end):
-        for start, stop in ((0, first.begin), (first.begin + size, shape_of(theta)[1])):
+        for start, stop in ((0, first.begin), (first.begin + shape_of(first.node)[1], shape_of(theta)[1])):
             if start < stop:
                 graph.call_function(_pull_within, (theta, start, stop, w, pull))
-        for part in parts:
+        for part in opened.parts:
             if part is not first:
                 subtract_(graph, theta, part, lr)
-    loss: Any = end.args[0]
-    end.args = ((cat, loss[1], in_outputs),)
-    return FirstLayer(called_directly(without_join(module, cat, theta)), first.begin, size // wide, wide)
+    answer: Any = end.args[0]
+    end.args = ((opened.cat, answer[1], opened.in_outputs),)
+    return called_directly(without_join(opened.module, opened.cat, theta))
+
+
+def _giving_gradients(opened: _Opened) -> fx.GraphModule:
+    """Return the gradients in the parameters before and after the first layer's weights."""
+    graph, theta, first = opened.module.graph, opened.given[0], opened.first
+    end = next(node for node in graph.nodes if node.op == "output")
+    before = [part.node for part in opened.parts if part.begin < first.begin]
+    after = [part.node for part in opened.parts if part.begin > first.begin]
+    with graph.inserting_before(end):
+        sides = [
+            graph.call_function(torch.cat, (nodes, 1)) if nodes else graph.call_function(torch.narrow, (theta, 1, 0, 0))
+            for nodes in (before, after)
+        ]
+    answer: Any = end.args[0]
+    end.args = ((answer[1], opened.in_outputs, *sides),)
+    remove(opened.cat)
+    opened.module.recompile()
+    return called_directly(opened.module)
 
 
 def _cut(theta: fx.Node, part: Part, data: set[fx.Node]) -> tuple[Part, fx.Node, fx.Node] | None:

@@ -20,7 +20,7 @@ from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper,
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
-from tdpfed.workspace import Workspace
+from tdpfed.workspace import Turned, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class TDPFed(Algorithm):
         self, message: State, private: State, batches: Batches, grad: Grad
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield theta, the factors and the loss after each local round."""
-        theta, space = self._full(message), self._workspace(message["factors"].device)
+        theta, space = self._full(message), self._workspace(message["factors"])
         a = space.pack(message["factors"])
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
@@ -127,6 +127,13 @@ class TDPFed(Algorithm):
         fresh = state is None or self.optimizer_state == "local-round"
         moments = rule.init(a) if fresh or state is None else state
         done = 0 if fresh else t * self.s_prime
+        if isinstance(space, Turned) and rule.in_place is not None:
+            gradient, pieces = space.residual(a, theta, self.lam)
+            move = rule.in_place(a, pieces, moments)
+            for step in range(done + 1, done + self.s_prime + 1):
+                gradient()
+                move(step)
+            return a, moments
         room = torch.empty_like(a, memory_format=torch.contiguous_format)  # for every step's gradient
         for step in range(done + 1, done + self.s_prime + 1):
             if self.factor_steps == "joint":
@@ -139,10 +146,12 @@ class TDPFed(Algorithm):
                 moments = tuple(torch.where(turn, n, k) for n, k in zip(new, kept, strict=True))
         return a, moments
 
-    def _workspace(self, device: torch.device) -> Workspace:
+    def _workspace(self, a: Tensor) -> Workspace:
         """Return where the factors are moved; ALS and alternating steps take them as they are."""
         together = self.optimizer != "als" and self.factor_steps == "joint"
-        return Workspace(self.plan, padded=together and device.type in ("cpu", "cuda"), device=device.type)
+        if together and self.optimizer == "adam" and a.ndim == 2 and a.device.type == "cpu":
+            return Turned(self.plan)
+        return Workspace(self.plan, padded=together and a.device.type in ("cpu", "cuda"), device=a.device.type)
 
     @cached_property
     def _turns(self) -> Tensor:
