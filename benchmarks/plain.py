@@ -104,10 +104,13 @@ def tdpfed_round(factors: list[list[Tensor]], model: nn.Module, federation: Fede
 
 
 def composed(group: list[Tensor]) -> Tensor:
-    if len(group) == 1:
-        return group[0]
-    letters = "abcdefg"[: len(group)]
-    return torch.einsum(",".join(f"{letter}r" for letter in letters) + "->" + letters, *group)
+    first, *rest = group
+    if not rest:
+        return first
+    columns = rest[0]
+    for other in rest[1:]:  # the Khatri-Rao product, as tensor libraries compose a CP tensor
+        columns = (columns[:, None] * other[None]).flatten(0, 1)
+    return (first @ columns.T).reshape([len(factor) for factor in group])
 
 
 def initial_factors(model: nn.Module, compression: float) -> list[list[Tensor]]:

@@ -19,6 +19,7 @@ from tdpfed.config import load_config
 from tdpfed.experiment import prepare, threads
 
 WARM_UP = 2
+CONV_STEPS = 5
 
 
 def main() -> None:
@@ -31,7 +32,8 @@ def main() -> None:
         file = Path(place) / "clients.npz"
         np.savez(file, x=given["x"], y=given["y"], client_ids=owner, test_mask=mask)
         preset = "cifar10-paper" if conv else "mnist-paper"
-        tau = [] if conv else ["algorithm.tau=23"]
+        tau = [f"algorithm.tau={CONV_STEPS if conv else 23}"]
+        tau += ["algorithm.momentum=0.5"] if method == "tdpfed" else []  # as in the plain loop
         data = [f"data.name={file}", "data.normalize=none", "run.device=cpu", f"algorithm.name={method}"]
         config = load_config(preset, [*data, *tau, *settings])
         simulation = prepare(config)

@@ -25,6 +25,8 @@ import plain
 from tdpfed.data import Federation
 from tdpfed.models import build
 
+CONV_STEPS = 5
+
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
     """A list of pairs."""
@@ -59,7 +61,7 @@ def main() -> None:
     conv = data.input_shape[0] == 3
     model = build("vgg8" if conv else "dnn", seed=0)
     if conv:
-        plain.TAU, plain.S, plain.S_PRIME = 25, 4, 15
+        plain.TAU, plain.S, plain.S_PRIME = CONV_STEPS, 4, 15
         plain.LAM, plain.ETA, plain.ETA_P, plain.ETA_FACTORS = 14.0, 0.01, 0.03, 4e-5
     if "--loaders" in sys.argv:
         plain.minibatches = loaders(data)  # type: ignore[assignment]

@@ -122,7 +122,8 @@ class Turned(Workspace):
                 computed.append(partial(_turned_residual, tensor, first, second, scale, *turned))
             else:
                 where = [room.view_as(factor) for room, factor in zip(out, group, strict=True)]
-                computed.append(partial(cp.residual_grad, tensor, group, where, scale))
+                gradient = cp.matrix_residual_grad if len(shape) == 2 else cp.residual_grad
+                computed.append(partial(gradient, tensor, group, where, scale))
 
         def compute() -> None:
             for one in computed:

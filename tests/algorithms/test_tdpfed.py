@@ -162,7 +162,8 @@ def test_als_never_increases_the_distance(model: str, damping: float) -> None:
     steps = bound.local_rounds(
         message, simulation.private, simulation.runner.batches(turn), simulation.objective.gradient
     )
-    for theta, a, _ in steps:
+    for theta, factors, _ in steps:
+        a = factors()
         old = (theta - bound.plan.compose(before.contiguous())).norm(dim=-1)
         new = (theta - bound.plan.compose(a)).norm(dim=-1)
         assert (new <= old * (1 + 1e-12)).all()

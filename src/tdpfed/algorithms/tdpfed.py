@@ -6,9 +6,9 @@ server averages the factors (AFM, eq. 19) or the composed tensors (ACT, eqs. 20 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -97,14 +97,14 @@ class TDPFed(Algorithm):
     ) -> tuple[State, State, State]:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
         del turn
-        theta, a, loss = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
+        theta, factors, loss = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
         kept = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
-        return {"theta": theta, **kept}, {"factors": a}, {"loss": loss}
+        return {"theta": theta, **kept}, {"factors": factors()}, {"loss": loss}
 
     def local_rounds(
         self, message: State, private: State, batches: Batches, grad: Grad
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield theta, the factors and the loss after each local round."""
+    ) -> Iterator[tuple[Tensor, Callable[[], Tensor], Tensor]]:
+        """Yield theta, what gives the factors (until the next one) and the loss after each local round."""
         theta, space = self._full(message), self._workspace(message["factors"])
         a = space.pack(message["factors"])
         if self.keep_theta:
@@ -115,7 +115,7 @@ class TDPFed(Algorithm):
             # Steps may be taken in theta's memory, and what was yielded stays.
             theta, loss = personal(grad, theta.clone(), batches(t), space.compose(a))
             a, state = self._move_factors(a, space.target(theta), space, state, t)
-            yield theta, space.unpack(a), loss
+            yield theta, partial(space.unpack, a), loss
 
     def _move_factors(
         self, a: Tensor, theta: Tensor, space: Workspace, state: "optim.State | None", t: int

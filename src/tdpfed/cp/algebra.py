@@ -91,7 +91,7 @@ def residual_grad(
     few = len(factors) == 2 or (theta.is_cuda and len(factors) > 1)
     if few and not any(tensor.requires_grad for tensor in (theta, *factors)):
         plain = theta.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(theta)
-        (_matrix_residual_grad if plain else residual_grad_in_few_kernels)(theta, factors, rows, scale)
+        (matrix_residual_grad if plain else residual_grad_in_few_kernels)(theta, factors, rows, scale)
         return grads
     for start in range(0, clients, together):
         # The last group reaches back to full size: groups of one size take the same kernels.
@@ -104,7 +104,7 @@ def residual_grad(
     return grads
 
 
-def _matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
+def matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
     """Write the gradient for matrices ``(K, I_1, I_2)`` into ``out``: in a few products, and no large residual."""
     a, b = factors
     if math.prod(theta.shape[1:]) < SMALL_MATRIX:

@@ -56,7 +56,7 @@ def diagnose(
     for theta, factors, _ in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):
         along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), theta)
         drift += (along - gradients).double().square().sum(-1) / algorithm.tau
-        before = factors
+        before = factors()
     distance = (theta - algorithm.plan.compose(a)).double().square().sum(-1)
     return {
         "gradient_norm": float(mean.square().sum()),
