@@ -35,7 +35,7 @@ class FirstLayer(NamedTuple):
     """A recorded gradient without its first layer, and where the weights of that lie in theta."""
 
     step: fx.GraphModule  # (theta, x, y, z, w, pull, lr) to (theta, loss, gradient in z), theta stepped but for W
-    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, that in what is before W, and after)
+    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, in what is before W, in what is after)
     begin: int
     outputs: int
     inputs: int
@@ -82,9 +82,9 @@ class FirstLayer(NamedTuple):
         return theta, loss
 
     def _others(self, flat: Tensor) -> list[Tensor]:
-        """Return what lies before and after the weights."""
+        """Return what lies before and after the weights, if anything does."""
         end = self.begin + self.outputs * self.inputs
-        return [flat[:, : self.begin], flat[:, end:]]
+        return [part for part in (flat[:, : self.begin], flat[:, end:]) if part.shape[1]]
 
     def _weights(self, flat: Tensor) -> Tensor:
         size = self.outputs * self.inputs
@@ -155,15 +155,12 @@ def _stepping(opened: _Opened) -> fx.GraphModule:
 
 def _giving_gradients(opened: _Opened) -> fx.GraphModule:
     """Return the gradients in the parameters before and after the first layer's weights."""
-    graph, theta, first = opened.module.graph, opened.given[0], opened.first
+    graph, first = opened.module.graph, opened.first
     end = next(node for node in graph.nodes if node.op == "output")
     before = [part.node for part in opened.parts if part.begin < first.begin]
     after = [part.node for part in opened.parts if part.begin > first.begin]
     with graph.inserting_before(end):
-        sides = [
-            graph.call_function(torch.cat, (nodes, 1)) if nodes else graph.call_function(torch.narrow, (theta, 1, 0, 0))
-            for nodes in (before, after)
-        ]
+        sides = [graph.call_function(torch.cat, (nodes, 1)) for nodes in (before, after) if nodes]
     answer: Any = end.args[0]
     end.args = ((answer[1], opened.in_outputs, *sides),)
     remove(opened.cat)
