@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.func import grad_and_value, vmap
 import small
 from tdpfed import Federation, PFedMe, TDPFed, optim
 from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
 from tdpfed.objective import Objective
 from tdpfed.recording import Replayed
 
@@ -139,9 +141,18 @@ def wide_run(algorithm: PFedMe | TDPFed, dtype: torch.dtype = torch.float32, **o
     return run
 
 
-@pytest.mark.parametrize("kind", [PFedMe, TDPFed])
-def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(kind: type[PFedMe] | type[TDPFed]) -> None:
-    algorithm = kind(tau=3, s=3, batch_size=4, eta=1e-3, eta_p=0.02)
+COMMON: dict[str, Any] = {"tau": 3, "s": 3, "batch_size": 4, "eta": 1e-3, "eta_p": 0.02}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON), TDPFed(**COMMON, momentum=0.0),
+        TDPFed(**COMMON, optimizer_state="local-round"),
+    ],
+    ids=["pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round"],
+)  # fmt: skip
+def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: PFedMe | TDPFed) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -155,3 +166,15 @@ def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(kind: typ
         assert small.equal(whole, wide_run(algorithm))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", [PFedMe, TDPFed])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("eta_p", [10.0, 1e38])
+def test_steps_beyond_all_numbers_are_a_run_that_diverges(
+    kind: type[PFedMe] | type[TDPFed], momentum: float, eta_p: float
+) -> None:
+    algorithm = kind(tau=2, s=60, batch_size=4, eta=1e38, eta_p=eta_p, momentum=momentum)
+    for runner in ("batched", "loop"):
+        with pytest.raises(TDPFedError, match="the run diverges; lower the learning rates"):
+            wide_run(algorithm, runner=runner)

@@ -32,10 +32,10 @@ def main() -> None:
         file = Path(place) / "clients.npz"
         np.savez(file, x=given["x"], y=given["y"], client_ids=owner, test_mask=mask)
         preset = "cifar10-paper" if conv else "mnist-paper"
-        tau = [f"algorithm.tau={CONV_STEPS if conv else 23}"]
-        tau += ["algorithm.momentum=0.5"] if method == "tdpfed" else []  # as in the plain loop
+        same = [f"algorithm.tau={CONV_STEPS if conv else 23}"]  # as in the plain loop
+        same += ["algorithm.momentum=0.5"] if method == "tdpfed" else []
         data = [f"data.name={file}", "data.normalize=none", "run.device=cpu", f"algorithm.name={method}"]
-        config = load_config(preset, [*data, *tau, *settings])
+        config = load_config(preset, [*data, *same, *settings])
         simulation = prepare(config)
     torch.set_num_threads(threads(config, simulation))
     seconds = []

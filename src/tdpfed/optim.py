@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tdpfed.objective import Batch, Grad, Gradient
 from tdpfed.recording import after_gradient
+from tdpfed.several import float32
 
 State = tuple[Tensor, ...]
 
@@ -52,7 +53,7 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
 def descend(grad: Grad, theta: Tensor, batches: Callable[[int], Batch], steps: int, lr: float) -> tuple[Tensor, Tensor]:
     """Return what ``steps`` steps ``theta - lr grad(theta)`` come to, each on its minibatch, and the last loss.
 
-    Theta is given up: the result may lie in its memory.
+    All minibatches are of one shape. Theta is given up: the result may lie in its memory.
     """
     if isinstance(grad, Gradient):
         return grad.descend(theta, batches, steps, lr)
@@ -69,11 +70,12 @@ def proximal(
 
     ``take(grad, theta, batch, w)`` gives the new theta and the loss before the last step. Theta is given up.
     """
+    pull = float32(lr * lam)
 
     def take(grad: Grad, theta: Tensor, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(grad, Gradient):
             if momentum == 0:
-                return grad.steps(theta, batch, lr, w, lr * lam, steps)
+                return grad.steps(theta, batch, lr, w, pull, steps)
             known = grad.steps_with_momentum(theta, batch, lr, w, lam, momentum, steps)
             if known is not None:
                 return known
@@ -81,7 +83,7 @@ def proximal(
         for _ in range(steps):
             g, loss = grad(theta, batch)
             if momentum == 0:  # theta - lr (g + lam (theta - w))
-                theta = after_gradient(theta, g, w, lr * lam, lr)
+                theta = after_gradient(theta, g, w, pull, lr)
                 continue
             room = theta - w
             g.add_(room, alpha=lam)

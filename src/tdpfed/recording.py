@@ -23,8 +23,8 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Ten
 
 Kept = TypeVar("Kept")
 
-RECORDINGS = 16
-"""Kinds of input a recorded gradient is kept for."""
+RECORDINGS = 64
+"""Kinds of input a recorded gradient is kept for: as many numbers of clients as come up where that varies."""
 
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model's ``forward`` runs: a call with other parameters, and recording, change the module meanwhile."""
@@ -99,7 +99,13 @@ class Replayed:
         def make() -> Step | None:
             made = stepping(self._record(theta, x, y)) if _steps_in_place(theta) else None
             if made is not None:
-                made(theta.clone(), x, y, theta, 0.5, 0.0)
+                own = theta.clone()
+                made(own, x, y, theta, 0.5, 0.0)
+                views = made.look(own)
+                made.move_only(x, y, None, 0.0, 0.0, *views)
+                here = own.untyped_storage().data_ptr()
+                if any(view.untyped_storage().data_ptr() != here for view in views):
+                    return None  # what is no view would not follow the steps
             return made
 
         return _tried(make) or self._step_after_gradient

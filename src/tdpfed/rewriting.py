@@ -289,6 +289,8 @@ def _drops_summed(node: fx.Node, total: Any) -> bool:
     """Whether a view does nothing but drop the dimensions that were summed over and kept."""
     if total.target is not aten.sum.dim_IntList or total.args[2:] != (True,) or len(total.users) > 1:
         return False
+    if not total.args[1]:
+        return False
     shape = shape_of(total)
     summed = {d % len(shape) for d in total.args[1]}
     return shape_of(node) == tuple(size for d, size in enumerate(shape) if d not in summed)

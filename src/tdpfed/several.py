@@ -8,6 +8,7 @@ form too: a share of ``V - W`` and something along X.
 """
 
 import copy
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class FirstLayer(NamedTuple):
     """A recorded gradient without its first layer, and where the weights of that lie in theta."""
 
     step: fx.GraphModule  # (theta, x, y, z, w, pull, lr) to (theta, loss, gradient in z), theta stepped but for W
-    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, in what is before W, in what is after)
+    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, and in what is before and after W, if any is)
     begin: int
     outputs: int
     inputs: int
@@ -52,7 +53,8 @@ class FirstLayer(NamedTuple):
             theta, loss, in_z = self.step(theta, x, y, z, w, pull, lr)
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
             along.mul_(1 - pull).add_(in_z)
-        weights.lerp_(anchor, 1 - (1 - pull) ** count).baddbmm_(along.mT, inputs, alpha=-lr)
+        kept = math.prod([1 - pull] * count)
+        weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs, alpha=-lr)
         return theta, loss
 
     def steps_with_momentum(
@@ -74,7 +76,7 @@ class FirstLayer(NamedTuple):
             pulled, in_z = lam * (share - 1), torch.add(in_z, along, alpha=lam)
             share_v = momentum * share_v + pulled
             along_v.mul_(momentum).add_(in_z)
-            share -= lr * (pulled + momentum * share_v)
+            share = float32(share - lr * (pulled + momentum * share_v))
             along.sub_(in_z.add_(along_v, alpha=momentum), alpha=lr)
             if step < count - 1:
                 z = torch.lerp(start, aim, share).baddbmm_(gram, along)
@@ -93,8 +95,10 @@ class FirstLayer(NamedTuple):
 
 def first_layer(module: fx.GraphModule) -> FirstLayer | None:
     """Return a recorded gradient cut at its first layer; None where that is no linear layer of many inputs."""
-    opened, stepped = _opened(copy.deepcopy(module)), _opened(module)
-    if opened is None or stepped is None:
+    before = copy.deepcopy(module)  # opening changes it
+    stepped = _opened(module)
+    opened = None if stepped is None else _opened(before)
+    if stepped is None or opened is None:
         return None
     wide = shape_of(stepped.inputs)[2]
     outputs = shape_of(stepped.first.node)[1] // wide
@@ -199,6 +203,11 @@ def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
             if piece.target is operator.getitem and sum(sizes[: piece.args[1]]) == begin:
                 return piece
     return None
+
+
+def float32(value: float) -> float:
+    """Return a number that every tensor takes: what has left the range of float32 is infinite."""
+    return value if abs(value) < torch.finfo(torch.float32).max else math.copysign(math.inf, value)
 
 
 def _is_turned(node: Any) -> bool:

@@ -19,5 +19,5 @@ def ctrl_c_waits() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came:
-        before(came[0], None)
+        if came:
+            before(came[0], None)

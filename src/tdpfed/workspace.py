@@ -102,6 +102,12 @@ class Turned(Workspace):
             composed.append(next(factors) if rank is None else cp.compose([next(factors) for _ in shape]))
         return self.plan.dense.join(composed)
 
+    def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+        """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors."""
+        compute, pieces = self.residual(a, target, scale)
+        compute()
+        return torch.cat(pieces, 1, out=out)
+
     def residual(self, a: Tensor, target: Tensor, scale: float) -> tuple[Callable[[], None], list[Tensor]]:
         """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where: ``(K, n)`` each.
 

@@ -129,6 +129,31 @@ def test_an_error_of_the_model_surfaces_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert torch.get_num_threads() == 2
 
 
+def test_ctrl_c_twice_while_waiting_for_another_thread_leaves_nothing_behind() -> None:
+    groups, end = Groups(), threading.Event()
+
+    def slow() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            end.wait(20)  # as one that is in a long product, and does not look
+            groups.check()
+
+    def strike() -> None:
+        for _ in range(2):
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        end.set()
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    with pytest.raises(KeyboardInterrupt):
+        groups.compute([slow] * 2, 2, 1)
+    assert not end.is_set()  # so the second came while it waited
+    striking.join()
+    assert groups.compute([groups.check], 1, 1) == [None]
+    assert groups.compute([groups.check] * 3, 2, 1) == [None] * 3
+
+
 @pytest.mark.parametrize("failing", ["the asking thread", "another"])
 def test_an_error_of_either_thread_stops_the_other(failing: str) -> None:
     groups, met = Groups(), threading.Barrier(2)
@@ -173,4 +198,5 @@ def test_ctrl_c_stops_the_groups() -> None:
     with pytest.raises(KeyboardInterrupt):
         groups.compute([long, long, long], 2, 1)
     assert time.perf_counter() - began < 5
+    assert groups.compute([groups.check] * 2, 2, 1) == [None, None]
     assert not issubclass(StoppedError, TDPFedError)

@@ -163,3 +163,25 @@ def test_permutation_is_the_one_of_the_cpu() -> None:
     bits = key(5, Stream.BATCH, torch.arange(len(size))[:, None])
     ours = permute(index.cuda(), size.cuda(), bits.cuda()).cpu()
     assert torch.equal(ours, permute(index, size, bits))
+
+
+def test_draws_are_those_of_every_release() -> None:
+    """A run that is resumed, or repeated from its configuration, must see the same samples and clients."""
+    clients, start, size = torch.tensor([0, 5]), torch.tensor([0, 50]), torch.tensor([50, 9])
+    assert batch_indices(7, 3, clients, start, size, 3, 4).tolist() == [
+        [[7, 9, 29, 18], [10, 30, 24, 2], [31, 11, 21, 19]],
+        [[56, 50, 58, 54], [51, 57, 53, 55], [52, 57, 52, 53]],
+    ]
+    assert choose(3, Stream.SELECT, 2, 1000, 6).tolist() == [96, 391, 394, 610, 912, 978]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 40)])
+def test_many_are_permuted_as_few_are(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    size = torch.randint(1, 3000, (*shape[:-1], 1) if shape else (), generator=generator)
+    index, bits = torch.randint(0, 10**6, shape, generator=generator) % size, torch.arange(10, 10 + (shape or (1,))[-1])
+    bits = bits.reshape(shape[-1:])
+    few = permute(index, size, bits)
+    assert few.shape == shape
+    monkeypatch.setattr("tdpfed.engine.sampling.FEW", 0)
+    assert torch.equal(permute(index, size, bits), few)

@@ -40,7 +40,7 @@ class FedAvg(Algorithm):
         return {"theta": theta}, {"w": theta}, {"loss": loss}
 
     def descend(self, theta: Tensor, batches: Batches, grad: Grad) -> tuple[Tensor, Tensor]:
-        """Return the parameters after ``tau`` steps, and the last loss."""
+        """Return the parameters after ``tau`` steps, and the last loss; all minibatches are of one shape."""
         return optim.descend(grad, theta.clone(), batches, self.tau, self.eta)  # steps may be taken in its memory
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:

@@ -13,6 +13,7 @@ from torch import Tensor
 from tdpfed import optim
 from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
+from tdpfed.several import float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,10 @@ class PFedMe(Algorithm):
         w = message["w"]
         theta = w.clone()  # steps may be taken in its memory
         personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
+        step = float32(self.eta * self.lam)
         for t in range(self.tau):
             theta, loss = personal(grad, theta, batches(t), w)
-            w = torch.lerp(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
+            w = torch.lerp(w, theta, step)  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:

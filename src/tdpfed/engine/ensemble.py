@@ -50,14 +50,17 @@ class Ensemble:
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.server, simulation.store.rows(turn.clients), as_state(turn)]
         compute = partial(self._graphed if runner.graphs and turns[0].clients.is_cuda else self._computed, *states)
+        on_cpu = turns[0].clients.device.type == "cpu"
         with arithmetic(runner.precision):
-            on_cpu = turns[0].clients.device.type == "cpu"
             together = Outcome(*(runner.groups.compute([compute], 1, 1)[0] if on_cpu else compute()))
         begin, errors = 0, []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             rows = slice(begin, begin + len(turn.clients))
             parts = (together.private, together.upload, together.metrics)
-            own = Outcome(*({name: value[rows] for name, value in part.items()} for part in parts))
+            # On a CPU the last bit of a product may depend on where in memory its rows begin.
+            own = Outcome(
+                *({name: value[rows].clone() if on_cpu else value[rows] for name, value in p.items()} for p in parts)
+            )
             errors.append(error_of(partial(simulation.step, own if len(turn.clients) else None)))
             begin = rows.stop
         return errors

@@ -47,11 +47,12 @@ class Groups:
     def compute(self, tasks: Sequence[Callable[[], Result]], threads: int, within: int) -> list[Result]:
         """Return what the tasks give, in their order, ``threads`` at a time with ``within`` threads in each.
 
-        What the first that fails raises is raised; the others are stopped before.
+        If one fails the others are stopped, and what it raised is raised.
         """
         threads = min(threads, len(tasks))
         with self.using(within):
             if threads <= 1:
+                self._stopping = threading.Event()
                 return [task() for task in tasks]
             return self._side_by_side(tasks, threads - 1, within)
 
@@ -64,8 +65,8 @@ class Groups:
     def using(self, threads: int) -> Iterator[None]:
         """Have operators use so many threads for a while."""
         before, outermost = torch.get_num_threads(), not self._all
-        self._all = self.threads
         try:
+            self._all = self.threads
             torch.set_num_threads(threads)
             yield
         finally:
@@ -74,30 +75,33 @@ class Groups:
 
     def _side_by_side(self, tasks: Sequence[Callable[[], Result]], helpers: int, within: int) -> list[Result]:
         left, results = deque(enumerate(tasks)), dict[int, Result]()
+        self._stopping = stopping = threading.Event()  # of this call alone
 
         def work() -> None:
             try:
-                while (one := _next(left)) is not None:
-                    self.check()
+                while (one := _next(left)) is not None and not stopping.is_set():
                     results[one[0]] = one[1]()
             except BaseException:
-                self._stopping.set()
+                stopping.set()
                 raise
 
-        pool = self._pool(helpers, within)
-        futures: list[Future[None]] = [pool.submit(work) for _ in range(helpers)]
+        futures: list[Future[None]] = []
         own: BaseException | None = None
         try:
+            pool = self._pool(helpers, within)
+            futures += [pool.submit(work) for _ in range(helpers)]
             work()
             wait(futures)
         except BaseException as error:  # also Ctrl-C
             own = error
-            self._stopping.set()
-            wait(futures)
-        self._stopping.clear()
+            stopping.set()
+            wait(futures)  # a second Ctrl-C leaves them to themselves: they stop all the same
         failed = [one for one in (own, *(future.exception() for future in futures)) if one is not None]
         if failed:
-            raise min(failed, key=lambda one: isinstance(one, StoppedError))
+            try:
+                raise min(failed, key=lambda one: isinstance(one, StoppedError))
+            finally:
+                del own, failed, futures  # they hold this frame, and it what the round has computed
         return [results[number] for number in range(len(tasks))]
 
     def _pool(self, threads: int, within: int) -> ThreadPoolExecutor:

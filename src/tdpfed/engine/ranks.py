@@ -62,7 +62,7 @@ class Ranks:
             dist.all_gather(parts, mine)
         order = torch.cat([(owner == rank).nonzero().flatten() for rank in range(self.world)]).to(device)
         held = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        everybody = torch.empty_like(held).index_copy(0, order, held)
+        everybody = held.index_select(0, order.argsort())
         return {
             name: columns.clone(memory_format=torch.contiguous_format)
             .view(value.dtype)

@@ -6,6 +6,7 @@ it is integer arithmetic modulo 2^32 in int64 tensors (a product may wrap, its l
 GPU.
 """
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
@@ -21,6 +22,7 @@ Bits = TypeVar("Bits", int, Tensor, Integers)
 
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
+FEW = 1 << 16
 WALKS = 8
 """Steps a permutation may walk back into its range: always enough up to size 81, above it but for a chance of 1e-9."""
 
@@ -69,9 +71,22 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
     """
     if index.is_cuda:
         return _compiled_permute()(index, size, bits)
-    # At least a dimension: a product of NumPy's scalars warns where it wraps.
-    found = _permuted(*(np.atleast_1d(tensor.numpy()) for tensor in (index, size, bits)))
-    return torch.from_numpy(found).reshape(torch.broadcast_shapes(index.shape, size.shape, bits.shape))
+    shape = torch.broadcast_shapes(index.shape, size.shape, bits.shape)
+    if math.prod(shape) <= FEW:
+        # At least a dimension: a product of NumPy's scalars warns where it wraps.
+        found = _permuted_few(*(np.atleast_1d(tensor.numpy()) for tensor in (index, size, bits)))
+        return torch.from_numpy(found).reshape(shape)
+    columns = size.double().sqrt().ceil().long()
+    rows = (size + columns - 1) // columns
+    index = _feistel(index, rows, columns, bits)
+    for _ in range(WALKS):
+        few = (index >= size).nonzero(as_tuple=True)
+        if not len(few[0]):
+            break
+        index = index.index_put(
+            few, _feistel(*(tensor.expand_as(index)[few] for tensor in (index, rows, columns, bits)))
+        )
+    return index % size
 
 
 def batch_indices(
@@ -96,8 +111,8 @@ def choose(seed: int, stream: Stream, round_: int, population: int, count: int, 
     return drawn.sort().values
 
 
-def _permuted(index: Integers, size: Integers, bits: Integers) -> Integers:
-    """Return :func:`permute` for a CPU: NumPy calls its many operators on few numbers faster."""
+def _permuted_few(index: Integers, size: Integers, bits: Integers) -> Integers:
+    """Return :func:`permute` of few numbers on a CPU, on which NumPy's operators start sooner."""
     columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
     rows = (size + columns - 1) // columns
     index = _feistel(index, rows, columns, bits)
@@ -109,7 +124,7 @@ def _permuted(index: Integers, size: Integers, bits: Integers) -> Integers:
     return index % size
 
 
-def _feistel(index: Integers, rows: Integers, columns: Integers, bits: Integers) -> Integers:
+def _feistel(index: Bits, rows: Bits, columns: Bits, bits: Bits) -> Bits:
     left, right = index // columns, index % columns
     for turn in range(FEISTEL_ROUNDS):
         salt = mix(bits ^ (turn * 0x632BE5AB & MASK))

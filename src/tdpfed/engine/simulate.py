@@ -151,9 +151,10 @@ class Simulation:
         """Try a round; return whether it is done, and how many uploads were accepted."""
         turn, reported = self.next_turn(attempt)
         with self.runner.around_groups(len(turn.clients)):
-            return self._taken(turn, reported, outcome)
+            return self._exchanged(turn, reported, outcome)
 
-    def _taken(self, turn: Turn, reported: Tensor, outcome: Outcome | None) -> tuple[bool, int]:
+    def _exchanged(self, turn: Turn, reported: Tensor, outcome: Outcome | None) -> tuple[bool, int]:
+        """Train the turn's clients, unless that is done, and take in what those who ``reported`` send."""
         if len(turn.clients):
             outcome = self._train(turn) if outcome is None else self._checked(outcome, not_finite(outcome), turn)
         server, count = self.server, 0

@@ -98,7 +98,7 @@ class Store:
             for name, value in self._values.items():
                 first = self.start[name].to(value.device)
                 if len(new) and value.numel():
-                    assign(value, self._slots(new).to(value.device), first.expand(len(new), *first.shape).contiguous())
+                    assign(value, self._slots(new).to(value.device), first.expand(len(new), *first.shape))
             self._sparse = False
         return dict(self._values)
 
