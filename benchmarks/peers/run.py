@@ -193,10 +193,13 @@ def _page(result: dict[str, Any], text: str, name: str) -> str:
         f"{method}, {one}: {found['note']}" for method, all_ in result["methods"].items() for one, found in all_.items()
         if "note" in found
     ]  # fmt: skip
+    packages = (
+        " Packages are given 460 samples of each client, one pass of 23 minibatches; ours and the plain loop draw as "
+        "many from all there are."
+    )
     return (
         f"# Seconds per round: {result['workload']}, {result['data']}\n\nMedian (least to most), and how many times "
-        "that of ours. Packages are given 460 samples of each client, one pass of 23 minibatches; ours and the plain "
-        f"loop draw as many from all there are.\n\n{text}\n"
+        f"that of ours.{packages if floors else ''}\n\n{text}\n"
         + "".join(f"- {note}\n" for note in notes) + ("\n" if notes else "")
         + (f"Counted operations at the rate of a large product, {statistics.median(result['gemm_gflops']):.0f} GFLOP/s "
            f"in the same run: {floors}.\n\n" if floors else "")
