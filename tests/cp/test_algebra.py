@@ -171,6 +171,14 @@ def test_residual_grad_vanishes_at_an_exact_solution(case: Case) -> None:
         assert grad.norm() <= 1e-11 * (1 + theta.norm()) * (1 + factor.norm()) * 100
 
 
+@pytest.mark.parametrize("sizes", [[30, 12, 3, 3], [40, 13, 2, 3, 2], [40, 1, 3, 3]])
+def test_residual_grad_of_a_kernel_equals_autograd(sizes: list[int]) -> None:
+    theta, factors = draw_case(5, [3], sizes, 4)
+    assert algebra._cut(sizes) == 1  # positions are taken together
+    for grad, twin in zip(cp.residual_grad(theta, factors, scale=2.5), twin_grad(theta, factors), strict=True):
+        assert relative(grad, 2.5 * twin) < 1e-10
+
+
 def test_residual_grad_by_hand() -> None:
     a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [0.0]])
     theta = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # composed: [[3, 0], [6, 0]], residual [[-2, 0], [-6, 1]]

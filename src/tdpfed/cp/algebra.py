@@ -98,10 +98,34 @@ def residual_grad(
         begin = min(start, clients - together)
         group = slice(begin, begin + together)
         some = [factor[group] for factor in factors]
-        grams = [factor.mT @ factor for factor in some]
-        for n, product in sweep(theta[group], some):
-            rows[n][group].copy_((some[n] @ hadamard_of_others(grams, n)).sub_(product).mul_(scale))
+        gradients = _kernel_residual_grad if _cut(mode_sizes(some)) == 1 and len(some) > 3 else _plain_residual_grad
+        for row, gradient in zip(rows, gradients(theta[group], some), strict=True):
+            row[group].copy_(gradient * scale)
     return grads
+
+
+def _plain_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the gradient in each factor."""
+    grams = [factor.mT @ factor for factor in factors]
+    for n, product in sweep(theta, factors):
+        yield (factors[n] @ hadamard_of_others(grams, n)).sub_(product)
+
+
+def _kernel_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the gradient in each factor of a convolution's kernel: outputs, inputs, and the few positions.
+
+    The factors of the positions are one, their Khatri-Rao product, until the end: fewer Gram matrices are multiplied.
+    """
+    first, second, *positions = factors
+    last = khatri_rao(positions)
+    grams = [factor.mT @ factor for factor in (first, second, last)]
+    together = [first, second, last]
+    for n, product in sweep(theta.flatten(3), together):
+        gradient = (together[n] @ hadamard_of_others(grams, n)).sub_(product)
+        if n < 2:
+            yield gradient
+        else:
+            yield from (along for _, along in _walk(gradient, factors, range(2, len(factors))))
 
 
 def matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
