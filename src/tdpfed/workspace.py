@@ -79,9 +79,11 @@ class Turned(Workspace):
 
     padded: bool = True
     device: str = "cpu, turned"
+    single: bool = False  # one client without an axis of its own, ``(Q,)`` to ``(1, Q')``: the same arithmetic
 
     def pack(self, a: Tensor) -> Tensor:
         """Take factors in; a copy."""
+        a = a[None] if self.single else a
         room = a.new_zeros(len(a), self.plan.factors.size)
         for own, given in zip(self._factors(room), self.outer.factors.split(a), strict=True):
             own[tuple(map(slice, given.shape))].copy_(given)
@@ -90,9 +92,10 @@ class Turned(Workspace):
     def unpack(self, a: Tensor) -> Tensor:
         """Give factors back; a copy."""
         shapes = self.outer.factors.shapes
-        return self.outer.factors.join(
+        given = self.outer.factors.join(
             [own[(slice(None), *map(slice, shape))] for own, shape in zip(self._factors(a), shapes, strict=True)]
         )
+        return given[0] if self.single else given
 
     def compose(self, a: Tensor) -> Tensor:
         """Return the parameters ``(K, P)`` that packed factors compose to."""
@@ -100,7 +103,8 @@ class Turned(Workspace):
         composed = []
         for shape, rank in self._parameters:
             composed.append(next(factors) if rank is None else cp.compose([next(factors) for _ in shape]))
-        return self.plan.dense.join(composed)
+        joined = self.plan.dense.join(composed)
+        return joined[0] if self.single else joined
 
     def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
         """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors."""
@@ -114,6 +118,7 @@ class Turned(Workspace):
         It is the gradient at what lies in the memory of ``a`` when it is computed. One after another the tensors make
         up the flat gradient: one for each turned factor, which a product fills quickest so, and for what is between.
         """
+        target = target[None] if self.single else target
         pieces, rooms = self._room(a)
         factors = iter(self._factors(a))
         computed: list[Callable[[], object]] = []

@@ -149,8 +149,8 @@ class TDPFed(Algorithm):
     def _workspace(self, a: Tensor) -> Workspace:
         """Return where the factors are moved; ALS and alternating steps take them as they are."""
         together = self.optimizer != "als" and self.factor_steps == "joint"
-        if together and self.optimizer == "adam" and a.ndim == 2 and a.device.type == "cpu":
-            return Turned(self.plan)
+        if together and self.optimizer == "adam" and a.ndim <= 2 and a.device.type == "cpu":
+            return Turned(self.plan, single=a.ndim == 1)
         return Workspace(self.plan, padded=together and a.device.type in ("cpu", "cuda"), device=a.device.type)
 
     @cached_property
