@@ -15,6 +15,7 @@ from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Objective
 from tdpfed.recording import Replayed
+from tdpfed.workspace import Workspace
 
 CLIENTS, BATCH, WIDE = 4, 3, 30
 
@@ -166,6 +167,22 @@ def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm
         assert small.equal(whole, wide_run(algorithm))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_turned_factors_move_as_plain_ones(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = TDPFed(**COMMON, momentum=momentum)
+    turned = wide_run(algorithm, torch.float64)
+    made: list[Workspace] = []
+
+    def plainly(self: TDPFed, _: Tensor) -> Workspace:
+        made.append(Workspace(self.plan, padded=False))
+        return made[-1]
+
+    monkeypatch.setattr(TDPFed, "_workspace", plainly)
+    for runner in ("batched", "loop"):
+        small.assert_close(turned, wide_run(algorithm, torch.float64, runner=runner), 1e-6)
+    assert made
 
 
 @pytest.mark.parametrize("kind", [PFedMe, TDPFed])

@@ -57,38 +57,65 @@ def any_matrix_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     workspace._filled_up.cache_clear()
 
 
+def flat(pieces: list[tuple[int, torch.Tensor]], packed: torch.Tensor) -> torch.Tensor:
+    gradient = torch.full_like(packed, torch.nan)
+    for begin, piece in pieces:
+        gradient[:, begin : begin + piece.shape[1]] = piece
+    return gradient
+
+
 @pytest.mark.usefixtures("any_matrix_is_large")
-def test_turned_factors_are_the_factors() -> None:
-    space = Turned(PLAN)
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_turned_factors_are_the_factors(lead: tuple[int, ...]) -> None:
+    space = Turned(PLAN, single=not lead)
     ranks = dict(zip(PLAN.dense.names, space.plan.ranks, strict=True))
     assert ranks["fc.weight"] == dict(zip(PLAN.dense.names, PLAN.ranks, strict=True))["fc.weight"]  # any rank will do
-    a, theta = drawn(3)
+    a, theta = drawn(*lead)
     packed = space.pack(a)
+    assert packed.ndim == 2
     assert torch.equal(space.unpack(packed), a)
     torch.testing.assert_close(space.compose(packed), PLAN.compose(a))
-    compute, pieces = space.residual(packed, theta, 3.0)
+    compute, pieces = space.residual(packed, theta if lead else theta[None], 3.0)
     compute()
-    flat = torch.cat(pieces, 1)
-    assert flat.shape == packed.shape
-    torch.testing.assert_close(space.unpack(flat), PLAN.residual_grad(a, theta, 3.0))
-    packed.mul_(0.5)
+    torch.testing.assert_close(space.unpack(flat(pieces, packed)), PLAN.residual_grad(a, theta, 3.0))
+    for factor in space._factors(packed):  # what else is packed stays
+        factor.mul_(0.5)
     compute()  # where the factors are by now
-    torch.testing.assert_close(space.unpack(torch.cat(pieces, 1)), PLAN.residual_grad(0.5 * a, theta, 3.0))
+    torch.testing.assert_close(space.unpack(flat(pieces, packed)), PLAN.residual_grad(0.5 * a, theta, 3.0))
+    torch.testing.assert_close(
+        space.unpack(space.residual_grad(packed, theta, 3.0)), PLAN.residual_grad(0.5 * a, theta, 3.0)
+    )
 
 
 @pytest.mark.usefixtures("any_matrix_is_large")
-def test_steps_in_place_are_the_steps() -> None:
-    (a, theta), rule, space = drawn(3), optim.adam(1e-3), Turned(PLAN)
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("block", [1, 400, 10**6])
+def test_steps_in_place_are_the_steps(lead: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "BLOCK", block)
+    (a, theta), rule, space = drawn(*lead), optim.adam(1e-3), Turned(PLAN, single=not lead)
     packed, state, twin = space.pack(a), rule.init(a), a
-    compute, pieces = space.residual(packed, theta, 3.0)
     assert rule.in_place is not None
-    move = rule.in_place(packed, pieces, rule.init(packed))
+    space.move(packed, theta, 3.0, rule.in_place, rule.init(packed), range(1, 6))
     for count in range(1, 6):
-        compute()
-        move(count)
         twin, state = rule.step(twin, PLAN.residual_grad(twin, theta, 3.0), state, count)
     torch.testing.assert_close(space.unpack(packed), twin)
     assert not torch.allclose(twin, a)
+
+
+@pytest.mark.usefixtures("any_matrix_is_large")
+def test_a_gradient_from_products_of_factors_is_no_worse_in_single_precision() -> None:
+    """Near its target the residual is small against the products that it is the difference of."""
+    generator = torch.Generator().manual_seed(0)
+    plan = FactorPlan.of({"fc.weight": (100, 784)}, 2.0)
+    a = torch.randn(4, plan.factors.size, generator=generator, dtype=torch.float64) / 4
+    theta = plan.compose(a) + 1e-2 * torch.randn(4, plan.dense.size, generator=generator, dtype=torch.float64)
+    exact = plan.residual_grad(a, theta, 12.0)
+    space, single, near = Turned(plan), a.float(), theta.float()
+    ours = space.unpack(space.residual_grad(space.pack(single), near, 12.0))
+    gap = near - plan.compose(single)
+    by_residual = torch.func.vjp(plan.compose, single)[1](-12.0 * gap)[0]
+    error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
+    assert error < max(1e-4, 4 * usual)
 
 
 def test_ranks_are_multiples() -> None:

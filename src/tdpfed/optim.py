@@ -17,18 +17,20 @@ from tdpfed.recording import after_gradient
 from tdpfed.several import float32
 
 State = tuple[Tensor, ...]
+Pieces = Sequence[tuple[int, Tensor]]
+InPlace = Callable[[Tensor, Pieces, State], Callable[[int], None]]
 
 
 class Optimizer(NamedTuple):
     """An update rule: how its state begins, and one step.
 
     Some take steps in place on a CPU: ``in_place(a, gradient, state)`` returns ``step(count)``, which moves ``a``
-    ``(K, n)`` and the state along what then lies in ``gradient``, pieces ``(K, m)`` that make up the flat one.
+    ``(K, n)`` and the state along what then lies in ``gradient``, pieces ``(K, m)`` with where in ``a`` they begin.
     """
 
     init: Callable[[Tensor], State]
     step: Callable[[Tensor, Tensor, State, int], tuple[Tensor, State]]
-    in_place: Callable[[Tensor, Sequence[Tensor], State], Callable[[int], None]] | None = None
+    in_place: InPlace | None = None
 
 
 def gd(lr: float) -> Optimizer:
@@ -107,14 +109,16 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8)
             return _adam_kernel(a, g, state, beta1, beta2, lr * root / (1 - beta1**count), eps * root)
         moved = a.clone(memory_format=torch.contiguous_format)
         flat = [tensor.reshape(-1, a.shape[-1]) for tensor in (moved, g.contiguous(), *state)]
-        in_place(flat[0], [flat[1]], tuple(flat[2:]))(count)
+        in_place(flat[0], [(0, flat[1])], tuple(flat[2:]))(count)
         return moved, state
 
-    def in_place(a: Tensor, gradient: Sequence[Tensor], state: State) -> Callable[[int], None]:
+    def in_place(a: Tensor, gradient: Pieces, state: State) -> Callable[[int], None]:
         # One pass instead of six; client by client, so that the bits of one do not depend on its company.
-        sizes = [piece.shape[1] for piece in gradient]
-        cut = ([row for part in tensor.split(sizes, 1) for row in part.unbind()] for tensor in (a, *state))
-        (values, means, squares), grads = cut, [row for piece in gradient for row in piece.unbind()]
+        values, means, squares = (
+            [row for begin, piece in gradient for row in tensor.narrow(1, begin, piece.shape[1]).unbind()]
+            for tensor in (a, *state)
+        )
+        grads = [row for _, piece in gradient for row in piece.unbind()]
 
         def step(count: int) -> None:
             torch._fused_adam_(

@@ -7,7 +7,7 @@ matrices have their factors turned instead, ``(R, I)``: products by any rank are
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
@@ -16,6 +16,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from tdpfed import optim
 from tdpfed.cp import algebra as cp
 from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
@@ -24,6 +25,9 @@ ALIGNED = 8
 
 LEAST_RANK = 16
 """Columns below which a CPU's products take other, slower kernels."""
+
+BLOCK = 600_000
+"""Packed values of the clients that are moved together: with targets, moments and gradients a few megabytes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,11 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Turned(Workspace):
-    """A workspace on a CPU for steps in place, ``(K, Q)`` packed to ``(K, Q')``: large matrices' factors are turned."""
+    """A workspace on a CPU for steps in place, ``(K, Q)`` packed to ``(K, Q')``: large matrices' factors are turned.
+
+    Before the second of these is room for the matrix that they are to come near to: one product gives both what the
+    second is with that matrix and what it is with itself.
+    """
 
     padded: bool = True
     device: str = "cpu, turned"
@@ -84,7 +92,7 @@ class Turned(Workspace):
     def pack(self, a: Tensor) -> Tensor:
         """Take factors in; a copy."""
         a = a[None] if self.single else a
-        room = a.new_zeros(len(a), self.plan.factors.size)
+        room = a.new_zeros(len(a), self._inner.size)
         for own, given in zip(self._factors(room), self.outer.factors.split(a), strict=True):
             own[tuple(map(slice, given.shape))].copy_(given)
         return room
@@ -108,31 +116,51 @@ class Turned(Workspace):
 
     def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
         """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors."""
-        compute, pieces = self.residual(a, target, scale)
+        compute, pieces = self.residual(a, target[None] if self.single else target, scale)
         compute()
-        return torch.cat(pieces, 1, out=out)
+        out = torch.empty_like(a) if out is None else out
+        out.zero_()
+        for begin, piece in pieces:
+            out.narrow(1, begin, piece.shape[1]).copy_(piece)
+        return out
 
-    def residual(self, a: Tensor, target: Tensor, scale: float) -> tuple[Callable[[], None], list[Tensor]]:
-        """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where: ``(K, n)`` each.
+    def move(
+        self, a: Tensor, target: Tensor, scale: float, rule: optim.InPlace, state: optim.State, counts: Iterable[int]
+    ) -> None:
+        """Take optimiser steps on ``scale/2 ||target - compose(a)||^2`` in the memory of ``a`` and of the state.
 
-        It is the gradient at what lies in the memory of ``a`` when it is computed. One after another the tensors make
-        up the flat gradient: one for each turned factor, which a product fills quickest so, and for what is between.
+        All steps of a few clients, then those of the next: what a step touches stays near for the following one.
         """
         target = target[None] if self.single else target
+        blocks = min(-(-a.numel() // BLOCK), len(a))
+        for own, near, *moments in zip(*(tensor.tensor_split(blocks) for tensor in (a, target, *state)), strict=True):
+            gradient, pieces = self.residual(own, near, scale)
+            step = rule(own, pieces, tuple(moments))
+            for count in counts:
+                gradient()
+                step(count)
+
+    def residual(self, a: Tensor, target: Tensor, scale: float) -> tuple[Callable[[], None], list[tuple[int, Tensor]]]:
+        """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where ``(K, n)`` it goes.
+
+        It is the gradient at what lies in the memory of ``a`` when it is computed. It goes to a tensor for each turned
+        factor, which a product fills quickest so, and for what is between, each with where in ``a`` that begins.
+        """
         pieces, rooms = self._room(a)
-        factors = iter(self._factors(a))
+        views = iter(self._inner.split(a))
         computed: list[Callable[[], object]] = []
         for tensor, (shape, rank) in zip(self.plan.dense.split(target), self._parameters, strict=True):
-            group = [next(factors) for _ in range(1 if rank is None else len(shape))]
-            out = [next(rooms) for _ in group]
+            if rank is not None and _is_large_matrix(shape):
+                first, room, second = (next(views) for _ in range(3))
+                room.copy_(tensor)
+                out = (next(rooms).view_as(factor) for factor in (first, second))
+                computed.append(_turned_residual(room, first, second, scale, *out))
+                continue
+            group = [next(views) for _ in range(1 if rank is None else len(shape))]
+            where = [next(rooms).view_as(factor) for factor in group]
             if rank is None:
-                computed.append(partial(_difference, group[0], tensor, scale, out[0].view_as(tensor)))
-            elif _is_large_matrix(shape):
-                first, second = (factor.mT for factor in group)
-                turned = out[0].view_as(first), out[1].view_as(second)
-                computed.append(partial(_turned_residual, tensor, first, second, scale, *turned))
+                computed.append(partial(_difference, group[0], tensor, scale, where[0]))
             else:
-                where = [room.view_as(factor) for room, factor in zip(out, group, strict=True)]
                 gradient = cp.matrix_residual_grad if len(shape) == 2 else cp.residual_grad
                 computed.append(partial(gradient, tensor, group, where, scale))
 
@@ -142,48 +170,73 @@ class Turned(Workspace):
 
         return compute, pieces
 
-    def _room(self, a: Tensor) -> tuple[list[Tensor], Iterator[Tensor]]:
-        """Return room for a gradient in pieces, and in them that of each entry of the factor layout."""
-        pieces: list[Tensor] = []
+    def _room(self, a: Tensor) -> tuple[list[tuple[int, Tensor]], Iterator[Tensor]]:
+        """Return room for a gradient in pieces, with where they begin, and in them that of each packed factor."""
+        pieces: list[tuple[int, Tensor]] = []
         rooms: list[Tensor] = []
-        for turned, entries in groupby(zip(self._turned, self.plan.factors.sizes, strict=True), itemgetter(0)):
+        begin = 0
+        for kind, entries in groupby(zip(self._kinds, self._inner.sizes, strict=True), itemgetter(0)):
             sizes = [size for _, size in entries]
-            for together in [[size] for size in sizes] if turned else [sizes]:
-                pieces.append(a.new_empty(len(a), sum(together)))
-                rooms += pieces[-1].split(together, 1)
+            for together in [sizes] if kind == "factors" else [[size] for size in sizes]:
+                if kind != "target":
+                    pieces.append((begin, a.new_empty(len(a), sum(together))))
+                    rooms += pieces[-1][1].split(together, 1)
+                begin += sum(together)
         return pieces, iter(rooms)
 
     def _factors(self, a: Tensor) -> list[Tensor]:
         """Return the packed factors ``(K, I, R)``, and dense parameters, as views of where they lie."""
-        return [
-            factor.view(len(a), *factor.shape[:0:-1]).mT if turned else factor
-            for factor, turned in zip(self.plan.factors.split(a), self._turned, strict=True)
-        ]
+        views = zip(self._inner.split(a), self._kinds, strict=True)
+        return [view.mT if kind == "turned" else view for view, kind in views if kind != "target"]
 
     @property
     def _parameters(self) -> list[tuple[tuple[int, ...], int | None]]:
         return list(zip(self.plan.dense.shapes, self.plan.ranks, strict=True))
 
+    @property
+    def _kinds(self) -> list[str]:
+        """What lies in each entry of the packed layout."""
+        return [name.partition(" ")[0] for name in self._inner.names]
+
     @cached_property
-    def _turned(self) -> list[bool]:
-        """Which entries of the factor layout are turned."""
-        return [
-            rank is not None and _is_large_matrix(shape)
-            for shape, rank in self._parameters
-            for _ in range(1 if rank is None else len(shape))
-        ]
+    def _inner(self) -> Layout:
+        """The layout of what is packed: turned factors, targets between them, and factors as they are."""
+        entries: list[tuple[str, tuple[int, ...]]] = []
+        for shape, rank in self._parameters:
+            if rank is None:
+                entries.append(("factors", shape))
+            elif _is_large_matrix(shape):
+                entries += [("turned", (rank, shape[0])), ("target", shape), ("turned", (rank, shape[1]))]
+            else:
+                entries += [("factors", (size, rank)) for size in shape]
+        names = tuple(f"{kind} {number}" for number, (kind, _) in enumerate(entries))
+        return Layout(names, tuple(shape for _, shape in entries))
 
 
 def _difference(value: Tensor, target: Tensor, scale: float, out: Tensor) -> None:
     torch.sub(value, target, out=out).mul_(scale)
 
 
-def _turned_residual(target: Tensor, a: Tensor, b: Tensor, scale: float, out_a: Tensor, out_b: Tensor) -> None:
-    """Write the gradient of ``scale/2 ||target - a^T b||^2`` for matrices ``(K, I, J)``, ``a`` ``(K, R, I)``."""
-    torch.bmm(b, target.mT, out=out_a)
-    torch.bmm(a, target, out=out_b)
-    out_a.baddbmm_(torch.bmm(b, b.mT), a, beta=-scale, alpha=scale)
-    out_b.baddbmm_(torch.bmm(a, a.mT), b, beta=-scale, alpha=scale)
+def _turned_residual(
+    target: Tensor, a: Tensor, b: Tensor, scale: float, out_a: Tensor, out_b: Tensor
+) -> Callable[[], object]:
+    """Return what writes the gradient of ``scale/2 ||target - a^T b||^2``, ``a`` being ``(K, R, I)``, ``b`` ``(K, R, J)``.
+
+    The memory of ``b`` follows that of ``target``.
+    """
+    (clients, rows, columns), rank = target.shape, b.shape[1]
+    both = target.as_strided((clients, rows + rank, columns), target.stride()).mT
+    products, gram = b.new_empty(clients, rank, rows + rank), a.new_empty(clients, rank, rank)
+    (with_target, with_itself), turned = products.split([rows, rank], 2), a.mT
+
+    def compute() -> None:
+        torch.bmm(b, both, out=products)
+        torch.baddbmm(with_target, with_itself, a, beta=-scale, alpha=scale, out=out_a)
+        torch.bmm(a, target, out=out_b)
+        torch.bmm(a, turned, out=gram)
+        out_b.baddbmm_(gram, b, beta=-scale, alpha=scale)
+
+    return compute
 
 
 def _is_large_matrix(shape: Sequence[int]) -> bool:

@@ -126,16 +126,12 @@ class TDPFed(Algorithm):
         rule = optim.BY_NAME[self.optimizer](self.eta)
         fresh = state is None or self.optimizer_state == "local-round"
         moments = rule.init(a) if fresh or state is None else state
-        done = 0 if fresh else t * self.s_prime
+        steps = range(1, self.s_prime + 1) if fresh else range(t * self.s_prime + 1, (t + 1) * self.s_prime + 1)
         if isinstance(space, Turned) and rule.in_place is not None:
-            gradient, pieces = space.residual(a, theta, self.lam)
-            move = rule.in_place(a, pieces, moments)
-            for step in range(done + 1, done + self.s_prime + 1):
-                gradient()
-                move(step)
+            space.move(a, theta, self.lam, rule.in_place, moments, steps)
             return a, moments
         room = torch.empty_like(a, memory_format=torch.contiguous_format)  # for every step's gradient
-        for step in range(done + 1, done + self.s_prime + 1):
+        for step in steps:
             if self.factor_steps == "joint":
                 a, moments = rule.step(a, space.residual_grad(a, theta, self.lam, room), moments, step)
                 continue
