@@ -220,9 +220,9 @@ def _difference(value: Tensor, target: Tensor, scale: float, out: Tensor) -> Non
 def _turned_residual(
     target: Tensor, a: Tensor, b: Tensor, scale: float, out_a: Tensor, out_b: Tensor
 ) -> Callable[[], object]:
-    """Return what writes the gradient of ``scale/2 ||target - a^T b||^2``, ``a`` being ``(K, R, I)``, ``b`` ``(K, R, J)``.
+    """Return what writes the gradient of ``scale/2 ||target - a^T b||^2``.
 
-    The memory of ``b`` follows that of ``target``.
+    ``a`` is ``(K, R, I)``, ``b`` ``(K, R, J)``, and in memory ``b`` follows the target.
     """
     (clients, rows, columns), rank = target.shape, b.shape[1]
     both = target.as_strided((clients, rows + rank, columns), target.stride()).mT
