@@ -92,6 +92,7 @@ def test_turned_factors_are_the_factors(lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("block", [1, 400, 10**6])
 def test_steps_in_place_are_the_steps(lead: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "BLOCK", block)
+    monkeypatch.setattr(workspace, "LEAST_BLOCK", 1)
     (a, theta), rule, space = drawn(*lead), optim.adam(1e-3), Turned(PLAN, single=not lead)
     packed, state, twin = space.pack(a), rule.init(a), a
     assert rule.in_place is not None

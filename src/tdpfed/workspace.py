@@ -29,6 +29,9 @@ LEAST_RANK = 16
 BLOCK = 600_000
 """Packed values of the clients that are moved together: with targets, moments and gradients a few megabytes."""
 
+LEAST_BLOCK = 4
+"""Clients that are moved together however large they are: what is small in a model is slow alone."""
+
 
 @dataclass(frozen=True)
 class Workspace:
@@ -132,7 +135,7 @@ class Turned(Workspace):
         All steps of a few clients, then those of the next: what a step touches stays near for the following one.
         """
         target = target[None] if self.single else target
-        blocks = min(-(-a.numel() // BLOCK), len(a))
+        blocks = max(1, len(a) // max(LEAST_BLOCK, BLOCK // a.shape[1]))
         for own, near, *moments in zip(*(tensor.tensor_split(blocks) for tensor in (a, target, *state)), strict=True):
             gradient, pieces = self.residual(own, near, scale)
             step = rule(own, pieces, tuple(moments))
