@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("--data-root", "--environments", "--out")
 
 
 def provenance(seed: int, device: torch.device) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
         "dirty": "TDPFED_COMMIT" not in os.environ
         and _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
         "seed": seed,
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -69,6 +71,14 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
+
+
+def _command() -> str:
+    """Return what was asked for; whose folders they were does not matter."""
+    before = ["", "python", *sys.argv]
+    return " ".join(
+        "DIR" if Path(word).is_absolute() or option in FOLDERS else word for option, word in pairwise(before)
+    )
 
 
 def _cpu_name() -> str:

@@ -1,16 +1,18 @@
 """Methods side by side in many settings: who wins where, by how much, and at what cost in bytes.
 
-``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--runs`` and writes
-tables, verdicts and plots of accuracy against uploaded bytes to ``--out``, of the settings that are finished. A study
+``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--out`` and writes
+tables, verdicts and plots of accuracy against uploaded bytes there, of the settings that are finished. The checkpoints
+of finished runs are deleted. A study
 gives ``title``, ``text``, ``methods`` (a name and its settings), which of them trains ``alone`` and which are in the
 table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
 """
 
 import argparse
-import math
+import json
 import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ import torch
 from common import ROOT, provenance, write
 from matplotlib.figure import Figure
 
-from tdpfed.config import load_config
+from tdpfed.config import load_config, to_toml
+from tdpfed.engine.folder import CONFIG, RunFolder
 from tdpfed.grid import Cell, Outcome, run_cells
 from tdpfed.report.figures import COLOURS, MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
-from tdpfed.report.read import read_run
+from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
 
 COLUMNS = {
@@ -32,10 +35,11 @@ COLUMNS = {
 }  # fmt: skip
 CODED = ", int8"
 """How methods end that send what another does in another codec: the same colour, dotted."""
-MORE_COLOURS = ("#7f5539", "#808080", "#b5bd00")
+COLOURS_OF_ALL = (*COLOURS, "#7f5539", "#808080", "#b5bd00")
 
 
 def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
@@ -68,6 +72,7 @@ def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]
 
 
 def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
+    """Return a mean, of accuracies with its spread."""
     if stat.mean is None:
         return "-"
     spread = "" if stat.spread is None or scale != 100 else f" ± {scale * stat.spread:.{decimals}f}"
@@ -76,9 +81,9 @@ def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
 
 def table(groups: Mapping[str, Group], alone: str) -> list[str]:
     """Return every method's figures; what is asked for in bytes is the accuracy of training alone."""
-    target = math.floor(100 * (groups[alone].stat("personalized_accuracy").mean or 0.0)) / 100
+    target = groups[alone].stat("personalized_accuracy").mean or 0.0
     lines = [
-        f"| | {' | '.join(COLUMNS.values())} | MB up | MB up to {100 * target:.0f} % |",
+        f"| | {' | '.join(COLUMNS.values())} | MB up | MB up to {100 * target:.2f} % |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),
     ]
     for method, group in groups.items():
@@ -94,7 +99,8 @@ def glance(finished: Mapping[str, Mapping[str, Group]], methods: Sequence[str]) 
     lines = [f"| personalised % | {' | '.join(methods)} |", "| --- |" + " ---: |" * len(methods)]
     for setting, groups in finished.items():
         means = [groups[method].stat("personalized_accuracy").mean or 0.0 for method in methods]
-        cells = [f"**{100 * mean:.1f}**" if mean == max(means) else f"{100 * mean:.1f}" for mean in means]
+        texts = [f"{100 * mean:.1f}" for mean in means]
+        cells = [f"**{text}**" if text == f"{100 * max(means):.1f}" else text for text in texts]
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     sent = [
         {setting: groups[method].stat("uplink_bytes").mean or 0.0 for setting, groups in finished.items()}
@@ -123,6 +129,7 @@ def verdict(groups: Mapping[str, Group]) -> str:
 
 
 def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
+    """Draw accuracy against uploaded bytes; a method that sends nothing is a line across."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes: Any = figure.subplots()
@@ -131,7 +138,7 @@ def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
             i, dash = plain.index(method.removesuffix(CODED)), ":" if method.endswith(CODED) else "-"
             sent = [None if b is None else b / 1e6 for b in group.mean["uplink_bytes"]]
             accuracy = [None if a is None else 100 * a for a in group.mean["personalized_accuracy"]]
-            look = {"color": [*COLOURS, *MORE_COLOURS][i], "label": method}
+            look = {"color": COLOURS_OF_ALL[i % len(COLOURS_OF_ALL)], "label": method}
             if not any(sent):
                 axes.axhline(accuracy[-1], linestyle="--", **look)
                 continue
@@ -164,42 +171,67 @@ def main() -> None:
                 shutil.rmtree(outcome.path / "checkpoints", ignore_errors=True)  # a finished run needs none
 
         run_cells(flat, out / "runs", options.data_root, on_start=lambda _: None, on_round=lambda _: None, on_end=say)
-    sections, finished, figures, devices = list[str](), dict[str, dict[str, Group]](), {}, set()
-    for setting, methods in cells_of(study, [], options.extra).items():
-        groups = {
-            method: Group(method, tuple(read_run(out / "runs" / cell.name) for cell in cells))
-            for method, cells in methods.items()
-            if all((out / "runs" / cell.name / "summary.json").exists() for cell in cells)
-        }
-        if len(groups) < len(methods):
-            continue
-        runs = [run for group in groups.values() for run in group.runs]
-        devices |= {f"{run.texts.get('device', 'unknown')}, torch {run.versions.get('torch')}" for run in runs}
-        picture = f"{slug(setting)}.svg"
-        draw(groups, setting, out / picture)
-        given = study["settings"][setting]
-        finished[setting] = groups
-        figures[setting] = {
-            method: {key: vars(group.stat(key)) for key in (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")}
+    finished = finished_in(out / "runs", cells_of(study, [], options.extra))
+    for setting, groups in finished.items():
+        draw(groups, setting, out / f"{slug(setting)}.svg")
+    made = provenance(0, torch.device("cpu"))
+    (out / "README.md").write_text("\n".join(page(study, finished, made["command"])))
+    keys = (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")
+    figures = {
+        setting: {
+            method: {key: vars(group.stat(key)) for key in keys} | {"made": sorted({origin(run) for run in group.runs})}
             for method, group in groups.items()
         }
+        for setting, groups in finished.items()
+    }
+    write(out / "results.json", {"provenance": made, "settings": figures})
+
+
+def finished_in(folder: Path, grid: Mapping[str, Mapping[str, Sequence[Cell]]]) -> dict[str, dict[str, Group]]:
+    """Return the methods of the settings of which every run is finished, and is the one that is asked for."""
+    return {
+        setting: {
+            method: Group(method, tuple(read_run(folder / cell.name) for cell in cells))
+            for method, cells in methods.items()
+        }
+        for setting, methods in grid.items()
+        if all(_is_there(folder / cell.name, cell) for cells in methods.values() for cell in cells)
+    }
+
+
+def _is_there(path: Path, cell: Cell) -> bool:
+    return RunFolder(path).done and (path / CONFIG).read_text(encoding="utf-8") == to_toml(cell.config)
+
+
+def origin(run: Run) -> str:
+    """Return what a run was computed by."""
+    commit = json.loads((run.path / SUMMARY).read_text(encoding="utf-8")).get("commit") or "unknown"
+    return f"{run.texts.get('device', 'unknown')}, torch {run.versions.get('torch')}, commit {commit[:12]}"
+
+
+def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], command: str) -> list[str]:
+    """Return the lines of the page of a study."""
+    lines = [f"# {study['title']}", "", study["text"].strip(), ""]
+    lines += [*glance(finished, study["glance"]), ""] if finished else []
+    for setting, groups in finished.items():
+        given, rounds = study["settings"][setting], next(iter(groups.values())).runs[0].rounds
         settings = "".join(f", `{one}`" for one in given["set"])
-        sections += [
+        lines += [
             f"## {setting}", "", verdict(groups), "", *table(groups, study["alone"]), "",
-            f"Preset `{given['preset']}`{settings}, {given['seeds']} seeds, {runs[0].rounds} rounds.", "",
-            f"![Accuracy against uploaded bytes]({picture})", "",
+            f"Preset `{given['preset']}`{settings}, {given['seeds']} seeds, {rounds} rounds.", "",
+            f"![Accuracy against uploaded bytes]({slug(setting)}.svg)", "",
         ]  # fmt: skip
-    made = provenance(0, torch.device("cpu"))
-    lines = [
-        f"# {study['title']}", "", study["text"].strip(), "", *glance(finished, study["glance"]), "", *sections,
+    runs = [run for groups in finished.values() for group in groups.values() for run in group.runs]
+    made = Counter(origin(run) for run in runs)
+    return [
+        *lines,
         "## Where this comes from", "",
-        f"`{made['command']}`; runs on {'; '.join(sorted(devices))}. Mean ± standard deviation over seeds; two methods "
-        "are apart when their means differ by more than both deviations together. MB are of all clients and rounds; "
-        "the accuracy asked for in the last column is that of training alone, to the per cent below. Every run's "
-        "folder is under `runs`.", "",
+        f"`{command}`. Mean ± standard deviation over seeds; two methods are apart when their means differ by more "
+        "than both deviations together. MB are of all clients and rounds. The accuracy asked for in the last column is "
+        "that of training alone, the bytes those until the first evaluation that has it. Every run's folder is under "
+        "`runs`, and `results.json` says which method was computed where:", "",
+        *(f"- {where}: {count} runs" for where, count in made.items()), "",
     ]  # fmt: skip
-    (out / "README.md").write_text("\n".join(lines))
-    write(out / "results.json", {"provenance": made, "devices": sorted(devices), "settings": figures})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 import small
-from tdpfed import Federation, PFedMe, TDPFed, optim
+from tdpfed import Federation, PFedMe, TDPFed, optim, workspace
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Objective
@@ -167,6 +167,14 @@ def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm
         assert small.equal(whole, wide_run(algorithm))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_blocks_of_clients_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = TDPFed(**COMMON)
+    whole = wide_run(algorithm)
+    monkeypatch.setattr(workspace, "BLOCK", 1)  # blocks of four clients or a few more
+    for chunk in (None, 9, 14):
+        assert small.equal(whole, wide_run(algorithm, chunk=chunk)), chunk
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -88,11 +88,10 @@ def test_turned_factors_are_the_factors(lead: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("any_matrix_is_large")
-@pytest.mark.parametrize("lead", [(), (3,)])
-@pytest.mark.parametrize("block", [1, 400, 10**6])
-def test_steps_in_place_are_the_steps(lead: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "BLOCK", block)
-    monkeypatch.setattr(workspace, "LEAST_BLOCK", 1)
+@pytest.mark.parametrize(("lead", "together"), [((), 1), ((5,), 1), ((5,), 2), ((5,), 9)])
+def test_steps_in_place_are_the_steps(lead: tuple[int, ...], together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "LEAST_BLOCK", together)
+    monkeypatch.setattr(workspace, "BLOCK", 1)
     (a, theta), rule, space = drawn(*lead), optim.adam(1e-3), Turned(PLAN, single=not lead)
     packed, state, twin = space.pack(a), rule.init(a), a
     assert rule.in_place is not None
@@ -104,19 +103,19 @@ def test_steps_in_place_are_the_steps(lead: tuple[int, ...], block: int, monkeyp
 
 
 @pytest.mark.usefixtures("any_matrix_is_large")
-def test_a_gradient_from_products_of_factors_is_no_worse_in_single_precision() -> None:
-    """Near its target the residual is small against the products that it is the difference of."""
+def test_in_single_precision_a_gradient_from_products_of_factors_loses_one_digit_at_most() -> None:
+    """Near its target the residual is small against the products that the gradient is the difference of."""
     generator = torch.Generator().manual_seed(0)
     plan = FactorPlan.of({"fc.weight": (100, 784)}, 2.0)
     a = torch.randn(4, plan.factors.size, generator=generator, dtype=torch.float64) / 4
     theta = plan.compose(a) + 1e-2 * torch.randn(4, plan.dense.size, generator=generator, dtype=torch.float64)
-    exact = plan.residual_grad(a, theta, 12.0)
     space, single, near = Turned(plan), a.float(), theta.float()
+    exact = plan.residual_grad(single.double(), near.double(), 12.0)
     ours = space.unpack(space.residual_grad(space.pack(single), near, 12.0))
     gap = near - plan.compose(single)
     by_residual = torch.func.vjp(plan.compose, single)[1](-12.0 * gap)[0]
     error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
-    assert error < max(1e-4, 4 * usual)
+    assert 0 < error < 10 * usual
 
 
 def test_ranks_are_multiples() -> None:

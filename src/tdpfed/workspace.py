@@ -7,7 +7,7 @@ matrices have their factors turned instead, ``(R, I)``: products by any rank are
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
@@ -27,10 +27,13 @@ LEAST_RANK = 16
 """Columns below which a CPU's products take other, slower kernels."""
 
 BLOCK = 600_000
-"""Packed values of the clients that are moved together: with targets, moments and gradients a few megabytes."""
+"""About how many packed values are moved together: with moments and gradients a few megabytes."""
 
 LEAST_BLOCK = 4
-"""Clients that are moved together however large they are: what is small in a model is slow alone."""
+"""Clients that are moved together however large they are.
+
+What is small in a model is slow alone. Below three the bits of a client could depend on its company, see ``runners``.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Turned(Workspace):
         return joined[0] if self.single else joined
 
     def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-        """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors."""
+        """Return the gradient of ``scale/2 ||target - compose(a)||^2`` in packed factors, see :meth:`residual`."""
         compute, pieces = self.residual(a, target[None] if self.single else target, scale)
         compute()
         out = torch.empty_like(a) if out is None else out
@@ -128,7 +131,7 @@ class Turned(Workspace):
         return out
 
     def move(
-        self, a: Tensor, target: Tensor, scale: float, rule: optim.InPlace, state: optim.State, counts: Iterable[int]
+        self, a: Tensor, target: Tensor, scale: float, rule: optim.InPlace, state: optim.State, counts: range
     ) -> None:
         """Take optimiser steps on ``scale/2 ||target - compose(a)||^2`` in the memory of ``a`` and of the state.
 
@@ -146,7 +149,8 @@ class Turned(Workspace):
     def residual(self, a: Tensor, target: Tensor, scale: float) -> tuple[Callable[[], None], list[tuple[int, Tensor]]]:
         """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where ``(K, n)`` it goes.
 
-        It is the gradient at what lies in the memory of ``a`` when it is computed. It goes to a tensor for each turned
+        The target is put into its room in ``a``, until the next call. It is the gradient at the factors that lie in
+        the memory of ``a`` when it is computed. It goes to a tensor for each turned
         factor, which a product fills quickest so, and for what is between, each with where in ``a`` that begins.
         """
         pieces, rooms = self._room(a)
@@ -196,14 +200,20 @@ class Turned(Workspace):
     def _parameters(self) -> list[tuple[tuple[int, ...], int | None]]:
         return list(zip(self.plan.dense.shapes, self.plan.ranks, strict=True))
 
-    @property
+    @cached_property
     def _kinds(self) -> list[str]:
         """What lies in each entry of the packed layout."""
-        return [name.partition(" ")[0] for name in self._inner.names]
+        return [kind for kind, _ in self._entries]
 
     @cached_property
     def _inner(self) -> Layout:
-        """The layout of what is packed: turned factors, targets between them, and factors as they are."""
+        """The layout of what is packed."""
+        names = (f"{kind} {number}" for number, kind in enumerate(self._kinds))
+        return Layout(tuple(names), tuple(shape for _, shape in self._entries))
+
+    @cached_property
+    def _entries(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What is packed: turned factors, targets between them, and factors as they are."""
         entries: list[tuple[str, tuple[int, ...]]] = []
         for shape, rank in self._parameters:
             if rank is None:
@@ -212,8 +222,7 @@ class Turned(Workspace):
                 entries += [("turned", (rank, shape[0])), ("target", shape), ("turned", (rank, shape[1]))]
             else:
                 entries += [("factors", (size, rank)) for size in shape]
-        names = tuple(f"{kind} {number}" for number, (kind, _) in enumerate(entries))
-        return Layout(names, tuple(shape for _, shape in entries))
+        return entries
 
 
 def _difference(value: Tensor, target: Tensor, scale: float, out: Tensor) -> None:
@@ -222,7 +231,7 @@ def _difference(value: Tensor, target: Tensor, scale: float, out: Tensor) -> Non
 
 def _turned_residual(
     target: Tensor, a: Tensor, b: Tensor, scale: float, out_a: Tensor, out_b: Tensor
-) -> Callable[[], object]:
+) -> Callable[[], None]:
     """Return what writes the gradient of ``scale/2 ||target - a^T b||^2``.
 
     ``a`` is ``(K, R, I)``, ``b`` ``(K, R, J)``, and in memory ``b`` follows the target.

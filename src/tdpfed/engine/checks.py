@@ -35,8 +35,8 @@ def check_settings(
             raise unknown(field, given, allowed)
     if not 0 <= seed < 2**63:
         raise TDPFedError(f"seed: {seed} given, must be 0 or more")
-    if chunk is not None and chunk < 1:
-        raise TDPFedError(f"chunk: {chunk} given, must be at least 1")
+    if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
+        raise TDPFedError(f"chunk: {chunk!r} given, must be a whole number of at least 1, or None for as many as fit")
     if evaluate_clients is not None and not 1 <= evaluate_clients <= clients:
         raise TDPFedError(
             f"run.evaluate_clients: {evaluate_clients} given, must be at least 1 and at most {clients}, "
