@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 def _command() -> str:
     """Return what was asked for; whose folders they were does not matter."""
     before = ["", "python", *sys.argv]
-    return " ".join(
+    return shlex.join(
         "DIR" if Path(word).is_absolute() or option in FOLDERS else word for option, word in pairwise(before)
     )
 

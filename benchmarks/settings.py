@@ -147,7 +147,7 @@ def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(title)
         figure.legend(loc="outside right upper", fontsize=7)
-        figure.savefig(path)
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -184,7 +184,9 @@ def main() -> None:
         }
         for setting, groups in finished.items()
     }
-    write(out / "results.json", {"provenance": made, "settings": figures})
+    # Where and by what the runs were computed stands beside each: here is only who put them together.
+    origin_of_page = {key: made[key] for key in ("command", "date")}
+    write(out / "results.json", {"provenance": origin_of_page, "settings": figures})
 
 
 def finished_in(folder: Path, grid: Mapping[str, Mapping[str, Sequence[Cell]]]) -> dict[str, dict[str, Group]]:
@@ -228,8 +230,10 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], 
         "## Where this comes from", "",
         f"`{command}`. Mean ± standard deviation over seeds; two methods are apart when their means differ by more "
         "than both deviations together. MB are of all clients and rounds. The accuracy asked for in the last column is "
-        "that of training alone, the bytes those until the first evaluation that has it. Every run's folder is under "
-        "`runs`, and `results.json` says which method was computed where:", "",
+        "that of training alone, the bytes those until the first evaluation that has it, and `-` says that some seed "
+        "never had it. Every run's folder is under `runs`, and `results.json` says which method was computed where. "
+        "What is finished is not computed again: give another folder with `--out` to repeat it all, or take a row's "
+        "settings to `tdpfed compare`.", "",
         *(f"- {where}: {count} runs" for where, count in made.items()), "",
     ]  # fmt: skip
 

@@ -128,6 +128,7 @@ BAD = {
     "seed negative": ("digits", ["run.seed=-1"], ["run.seed", "-1"]),
     "runner": ("digits", ["run.runner=fast"], ["run.runner", "'fast'", "'batched' or 'loop'"]),
     "chunk": ("digits", ["run.chunk=0"], ["run.chunk", "0", "'auto'"]),
+    "threads": ("digits", ["run.threads=100000"], ["run.threads", "100000", "1024", "'auto'"]),
     "device": ("digits", ["run.device=tpu"], ["run.device", "'tpu'", "'cuda'"]),
     "lambda": ("digits", ["algorithm.lam=-1"], ["algorithm.lam", "-1", "at least 0"]),
     "rate": ("digits", ["algorithm.eta=0"], ["algorithm.eta", "0", "above 0"]),

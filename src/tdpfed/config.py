@@ -35,7 +35,7 @@ class Run(Section):
     diagnostics_every: int = Field(0, ge=0, description="measure the paper's convergence quantities; 0: never")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes a GPU if there is one")
     runner: Literal["batched", "loop"] = Field("batched", description="all clients at once, or one after another")
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    threads: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = Field(
         "auto", description="CPU threads; auto: all, but one where the model is too small to share"
     )
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(

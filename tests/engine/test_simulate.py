@@ -227,13 +227,19 @@ def test_a_model_that_does_not_fit_the_data(model: Any, words: list[str]) -> Non
         ({"participation": Participation(6)}, ["participation.clients", "6", "at most 5"]),
         ({"runner": "bached"}, ["runner", "did you mean 'batched'"]),
         ({"chunk": 0}, ["chunk", "0", "at least 1"]),
+        ({"chunk": "auto"}, ["chunk", "'auto'", "at least 1", "None"]),
+        ({"chunk": True}, ["chunk", "True", "at least 1"]),
+        ({"participation": 3}, ["participation", "3", "Participation"]),
+        ({"federation": (torch.zeros(90, 9), torch.zeros(90))}, ["federation", "a tuple", "Federation"]),
+        ({"loss": "mse"}, ["loss", "'mse'", "function"]),
         ({"rounds": 0}, ["rounds", "0", "at least 1"]),
         ({"evaluate_every": 0}, ["evaluate_every", "0", "at least 1"]),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], words: list[str]) -> None:
+    data = options.pop("federation", small.federation())
     with pytest.raises(TDPFedError) as error:
-        simulate(small.mlp(), small.federation(), FedAvg(**FAST), options.pop("rounds", 1), **options)
+        simulate(small.mlp(), data, FedAvg(**FAST), options.pop("rounds", 1), **options)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

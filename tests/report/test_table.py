@@ -108,6 +108,12 @@ def test_no_mean_cost_where_one_run_never_got_there(groups: list[Group], monkeyp
     assert [isinstance(cell := row[at], Cell) and cell.value for row in results(groups).rows] == [None, None, None]
 
 
+@pytest.mark.parametrize(("target", "shown"), [(0.29, "29"), (0.9153, "91.53"), (0.57, "57")])
+def test_a_target_is_shown_as_it_is(target: float, shown: str, groups: list[Group]) -> None:
+    made = results(groups, target)
+    assert {str(row[made.titles.index("target %")]) for row in made.rows} == {shown}
+
+
 def read_csv(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 

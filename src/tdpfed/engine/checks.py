@@ -1,7 +1,7 @@
 """What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tdpfed.aggregate import Rule
 from tdpfed.algorithms.base import Algorithm, Turn
@@ -14,6 +14,24 @@ from tdpfed.errors import QuorumError, TDPFedError, unknown
 from tdpfed.objective import Objective, cross_entropy
 from tdpfed.wire import Rejected
 from tdpfed.wire.codecs import finite
+
+
+def check_kinds(model: object, federation: object, algorithm: object, participation: object, loss: object) -> None:
+    """Refuse what is something else altogether."""
+    kinds = {
+        "model": (model, nn.Module), "federation": (federation, Federation), "algorithm": (algorithm, Algorithm),
+        "participation": (participation, Participation),
+    }  # fmt: skip
+    for field, (given, kind) in kinds.items():
+        if not isinstance(given, kind):
+            raise TDPFedError(f"{field}: {_short(given)} given, must be an instance of {kind.__name__}")
+    if not callable(loss):
+        raise TDPFedError(f"loss: {loss!r} given, must be a function of outputs and labels")
+
+
+def _short(given: object) -> str:
+    """Return what was given, or its kind where that would fill the screen."""
+    return text if len(text := repr(given)) <= 60 and "\n" not in text else f"a {type(given).__name__}"
 
 
 def check_settings(
@@ -35,7 +53,7 @@ def check_settings(
             raise unknown(field, given, allowed)
     if not 0 <= seed < 2**63:
         raise TDPFedError(f"seed: {seed} given, must be 0 or more")
-    if chunk is not None and not (isinstance(chunk, int) and chunk >= 1):
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise TDPFedError(f"chunk: {chunk!r} given, must be a whole number of at least 1, or None for as many as fit")
     if evaluate_clients is not None and not 1 <= evaluate_clients <= clients:
         raise TDPFedError(

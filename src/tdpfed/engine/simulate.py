@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from tdpfed.aggregate import Rule, average_for
 from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.data.federation import Federation
-from tdpfed.engine import evaluate
+from tdpfed.engine import checks, evaluate
 from tdpfed.engine.attacks import attackers, flip_labels
-from tdpfed.engine.checks import below_quorum, check_finite, check_model, check_privacy, check_settings, not_finite
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.precision import Precision, arithmetic
@@ -59,10 +58,10 @@ class Simulation:
         state_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        for field, given, kind in (("model", model, nn.Module), ("algorithm", algorithm, Algorithm)):
-            if not isinstance(given, kind):
-                raise TDPFedError(f"{field}: {given!r} given, must be an instance of {kind.__name__}")
-        check_settings(seed, runner, chunk, precision, participation, rule, federation.clients, evaluate_clients, ranks)
+        checks.check_kinds(model, federation, algorithm, participation, loss)
+        checks.check_settings(
+            seed, runner, chunk, precision, participation, rule, federation.clients, evaluate_clients, ranks
+        )
         # A copy, where the data are: the caller's model stays as it is.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss, short=precision == "bf16")
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
@@ -76,11 +75,11 @@ class Simulation:
             defined_for(self.algorithm)
             if ranks.world > 1:
                 raise TDPFedError("run.diagnostics_every: must be 0 in several processes: it needs all clients in one")
-        check_model(self.objective, federation)
+        checks.check_model(self.objective, federation)
         self.accountant: Accountant | None = None
         self._within_budget = 0  # rounds that are known to be
         if privacy is not None:
-            check_privacy(self.algorithm, participation, self.uplink, federation.clients)
+            checks.check_privacy(self.algorithm, participation, self.uplink, federation.clients)
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
             self.accountant.check_affordable(1)
         self.ranks = ranks
@@ -140,7 +139,9 @@ class Simulation:
             repeat = self.participation.below_quorum == "repeat"
             if not repeat or not self.participation.draws(self.federation.clients):
                 break
-        raise below_quorum(self.round + 1, attempt + 1, uploads, self.participation, self.uplink.rule, self.refused)
+        raise checks.below_quorum(
+            self.round + 1, attempt + 1, uploads, self.participation, self.uplink.rule, self.refused
+        )
 
     def next_turn(self, attempt: int = 0) -> tuple[Turn, Tensor]:
         """Return the clients that train in the next round, and which of them report, a mask."""
@@ -156,7 +157,7 @@ class Simulation:
     def _exchanged(self, turn: Turn, reported: Tensor, outcome: Outcome | None) -> tuple[bool, int]:
         """Train the turn's clients, unless that is done, and take in what those who ``reported`` send."""
         if len(turn.clients):
-            outcome = self._train(turn) if outcome is None else self._checked(outcome, not_finite(outcome), turn)
+            outcome = self._train(turn) if outcome is None else self._checked(outcome, checks.not_finite(outcome), turn)
         server, count = self.server, 0
         if self.algorithm.communicates:
             arrived = self._arrived(outcome, turn, reported)
@@ -175,10 +176,12 @@ class Simulation:
         part = None
         if len(own.clients):
             part = self.runner.run(self.server, self.store.rows(own.clients), own, len(turn.clients))
-        return self._checked(*self.ranks.shared(part, None if part is None else not_finite(part), turn.clients), turn)
+        return self._checked(
+            *self.ranks.shared(part, None if part is None else checks.not_finite(part), turn.clients), turn
+        )
 
     def _checked(self, outcome: Outcome, bad: Tensor, turn: Turn) -> Outcome:
-        check_finite(bad, turn, self.algorithm, self.uplink.attack)
+        checks.check_finite(bad, turn, self.algorithm, self.uplink.attack)
         return outcome
 
     def record(self, seconds: float) -> Record:

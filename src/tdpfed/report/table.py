@@ -136,6 +136,11 @@ def reach(group: Group, target: Number) -> tuple[Stat, Stat]:
     return Stat.of([rounds for rounds, _ in costs]), Stat.of([sent for _, sent in costs])
 
 
+def _goal(target: Number) -> Cell:
+    """Return a target in per cent, with decimals where there are any."""
+    return Cell(None) if target is None else Cell(100 * target, decimals=0 if round(100 * target, 6) % 1 == 0 else 2)
+
+
 def results(groups: Sequence[Group], target: Number = None) -> Table:
     """Return the groups' figures, those of one data set together, with the cost of reaching a common accuracy.
 
@@ -151,7 +156,7 @@ def results(groups: Sequence[Group], target: Number = None) -> Table:
                 group.label,
                 f"{len(group.counted)}",
                 *(figures := cells(group, rivals))[:REACH_AT],
-                Cell(None if goal is None else 100 * goal),
+                _goal(goal),
                 *reach_cells(group, rivals, goal),
                 *figures[REACH_AT:],
                 group.status,
