@@ -2,9 +2,8 @@
 
 ``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--out`` and writes
 tables, verdicts and plots of accuracy against uploaded bytes there, of the settings that are finished. The checkpoints
-of finished runs are deleted. A study
-gives ``title``, ``text``, ``methods`` (a name and its settings), which of them trains ``alone`` and which are in the
-table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
+of finished runs are deleted. A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
+trains ``alone`` and which are in the table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
 """
 
 import argparse

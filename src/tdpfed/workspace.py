@@ -150,8 +150,8 @@ class Turned(Workspace):
         """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where ``(K, n)`` it goes.
 
         The target is put into its room in ``a``, until the next call. It is the gradient at the factors that lie in
-        the memory of ``a`` when it is computed. It goes to a tensor for each turned
-        factor, which a product fills quickest so, and for what is between, each with where in ``a`` that begins.
+        the memory of ``a`` when it is computed. It goes to a tensor for each turned factor, which a product fills
+        quickest so, and for what is between, each with where in ``a`` that begins.
         """
         pieces, rooms = self._room(a)
         views = iter(self._inner.split(a))

@@ -1,0 +1,77 @@
+"""Figures that pages under results and README give are those of the records beside them."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def accuracies(metrics: Path) -> dict[int, float]:
+    """Personalised accuracy in per cent, by round."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return {record["round"]: 100 * record["personalized_accuracy"] for record in records}
+
+
+def is_rounded(text: str, value: float) -> bool:
+    return abs(float(text) - value) <= 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-9
+
+
+def rows(page: Path) -> list[list[str]]:
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def test_trials_on_cifar10() -> None:
+    folder, checked = ROOT / "results/cifar10/trials", 0
+    for first, *_, at_60, last, best in rows(folder / "README.md"):
+        if found := re.fullmatch(r"\[(.+)\]\((.+)\)", first):
+            curve = accuracies(folder / found[2])
+            values = (curve[60], list(curve.values())[-1], max(curve.values()))
+            for text, value in zip((at_60, last, best), values, strict=True):
+                assert text == "-" or is_rounded(text, value), (found[1], text, value)
+            checked += 1
+    assert checked == len(list(folder.glob("*/metrics.jsonl")))
+
+
+def test_trials_of_the_factors_rate_on_mnist() -> None:
+    folder = ROOT / "results/mnist"
+    names = {"3e-4": "runs/tdpfed-x2-eta=3e-4-seed{}", "8e-4": "runs/tdpfed-x2-seed{}"}
+    table = [row for row in rows(folder / "trials/README.md") if re.fullmatch(r"\de-4", row[0])]
+    assert len(table) == 6
+    for rate, *cells in table:
+        name = names.get(rate, f"trials/eta-{rate}-seed{{}}")
+        curves = [accuracies(folder / name.format(seed) / "metrics.jsonl") for seed in range(3)]
+        measured = (
+            [curve[640] for curve in curves],
+            [statistics.median(curve[round_] for round_ in range(550, 641, 10)) for curve in curves],
+            [max(value for round_, value in curve.items() if round_ <= 640) for curve in curves],
+        )
+        for cell, values in zip(cells, measured, strict=True):
+            mean, spread = cell.split(" ± ")
+            assert is_rounded(mean, statistics.mean(values)), (rate, cell)
+            assert is_rounded(spread, statistics.stdev(values)), (rate, cell)
+
+
+LABELS = {
+    "tdpfed": "ours", "fedjax 0.0.17, jit": "fedjax", "plain PyTorch loop": "plain loop", "fluke 0.8.1": "fluke",
+    "the same with data loaders": "plain loop with loaders", "pfl 0.6.0": "pfl", "Flower simulation 1.41": "flower",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_speed_in_readme(label: str) -> None:
+    methods = json.loads((ROOT / "benchmarks/results/peers.json").read_text(encoding="utf-8"))["methods"]
+    row = next(row for row in rows(ROOT / "README.md") if row[0] == label and re.match(r"\d", row[1]))
+    for cell, method in zip(row[1:], ("fedavg", "pfedme", "tdpfed"), strict=True):
+        found = methods[method].get(LABELS[label], {}).get("median")
+        if found is None:
+            assert cell == "-"
+            continue
+        seconds, times = re.fullmatch(r"([\d.]+)(?: \(([\d.]+)\))?(?:, .*)?", cell).groups()  # type: ignore[union-attr]
+        assert is_rounded(seconds, found), cell
+        assert times is None or is_rounded(times, found / methods[method]["ours"]["median"]), cell
