@@ -136,6 +136,24 @@ def test_the_command_makes_a_table_goes_on_when_told_and_refuses_otherwise(tmp_p
     assert sorted(json.loads((tmp_path / "r" / "results.json").read_text())["tables"]) == ["1", "2"]
 
 
+def test_without_a_run_the_finished_ones_are_written_and_the_others_named_as_missing(tmp_path: Path) -> None:
+    options = [part for setting in SMALL for part in ("--set", setting)]
+    arguments = ["reproduce", "mnist", "--rounds", "1", "--seeds", "1", "--out", str(tmp_path / "r")]
+    nothing = CliRunner().invoke(app, [*arguments, *options, "--table", "3", "--no-run"])
+    assert "--no-run" in str(nothing.exception)
+    assert "holds none of these runs finished" in str(nothing.exception)
+    assert not (tmp_path / "r").exists()
+    run(tmp_path / "r", tables=(2,), rounds=1, seeds=1)
+    more = [*options, "--set", "run.device=cuda"]  # a finished run may come from another machine
+    made = CliRunner().invoke(app, [*arguments, *more, "--table", "3", "--no-run", "--json"])
+    assert made.exit_code == 0, made.output
+    page = (tmp_path / "r" / "README.md").read_text()
+    assert "Lines of 0 seeds are not computed." in page
+    assert "| FedAvg | 96.78 | - | global | - |" in page
+    assert "| AFM, x2 | 98.97 | - |" not in page
+    assert sorted(path.name for path in (tmp_path / "r" / "runs").iterdir() if "fedavg" in path.name) == []
+
+
 def test_without_a_choice_everything_is_made() -> None:
     study = STUDIES["cifar10"]
     assert choose(study, (), ()) == (tuple(TITLES), (4, 5))

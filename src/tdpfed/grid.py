@@ -64,6 +64,14 @@ def seeds_in(folder: Path) -> list[Cell]:
     return [Cell(f"seed{run.seed}", config.model_copy(update={"run": run})) for run in runs]
 
 
+def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
+    """Return the cells that are finished in a folder; none is an error."""
+    done = [cell for cell in cells if RunFolder(folder / cell.name).done]
+    if not done:
+        raise TDPFedError(f"--no-run: {str(folder)!r} holds none of these runs finished")
+    return done
+
+
 def run_cells(
     cells: Sequence[Cell],
     folder: Path,
@@ -138,6 +146,8 @@ def _check(path: Path, config: Config) -> None:
         RunFolder.check(path)
         return
     there = _configuration(path / CONFIG)
+    if RunFolder(path).done:  # wherever it was computed
+        there = there.model_copy(update={"run": there.run.model_copy(update={"device": config.run.device})})
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))

@@ -160,12 +160,15 @@ def reproduce(
         Path | None, typer.Option(metavar="DIR", help="Folder to write to; results/NAME by default.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that the folder holds.")] = False,
+    no_run: Annotated[
+        bool, typer.Option("--no-run", help="Compute nothing; write what the folder's finished runs give.")
+    ] = False,
     data_root: DataRoot = None,
     json_: Json = False,
 ) -> None:
     """Make the paper's tables and figures anew, its numbers beside ours."""
     from tdpfed.display import grid_progress
-    from tdpfed.grid import run_cells
+    from tdpfed.grid import finished, run_cells
     from tdpfed.reproduce import experiment
 
     study = experiment.find(name)
@@ -173,7 +176,9 @@ def reproduce(
     asked = experiment.choose(study, table or (), figure or ())
     tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *asked))
     cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
-    if not resume and (folder / "runs").is_dir() and any((folder / "runs").iterdir()):
+    if no_run:
+        cells = finished(cells, folder / "runs")
+    elif not resume and (folder / "runs").is_dir() and any((folder / "runs").iterdir()):
         raise TDPFedError(f"--out: {str(folder)!r} holds runs already; add --resume to go on, or give a new folder")
     try:
         with grid_progress(cells) as show:

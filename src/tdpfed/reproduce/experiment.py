@@ -98,12 +98,16 @@ def provenance(groups: Groups) -> dict[str, Any]:
         "command": " ".join(["tdpfed", *sys.argv[1:]]),
         "commits": sorted({commit for run in runs if (commit := _summary(run).get("commit"))}),
         "devices": sorted({run.texts.get("device", "unknown") for run in runs}),
-        "versions": sorted({", ".join(f"{name} {value}" for name, value in run.versions.items()) for run in runs}),
+        "versions": sorted({_versions(run) for run in runs}),
         "seeds": sorted({int(run.setting("run.seed")) for run in runs}),
         "rounds": sorted({run.rounds for run in runs}),
         "seconds": {name: [run.figures["seconds"] for run in group.runs] for name, group in groups.items()},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {value}" for name, value in run.versions.items() if name != "commit")
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -138,7 +138,9 @@ def to_page(
         "Accuracies in per cent after the last round, mean ± standard deviation over seeds. `ours` is the accuracy the "
         "paper's number is held against, named in the next column. `best personalised` is the highest of a run's "
         "evaluations. `local, after training` are clients' models before they are averaged. `seconds` of seeds that "
-        "were computed together are those of them all.\n"
+        "were computed together are those of them all."
+        + " Lines of 0 seeds are not computed." * any(line.seeds == 0 for table in made for line in table.lines)
+        + "\n"
     )
     parts += [f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}" for table in made]
     for image in images:
