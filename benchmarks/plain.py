@@ -78,7 +78,7 @@ def tdpfed_round(factors: list[list[Tensor]], model: nn.Module, federation: Fede
         adam = torch.optim.Adam([factor for group in mine for factor in group], lr=ETA_FACTORS)
         for x, y in minibatches(federation, client):
             anchors = [composed(group).detach() for group in mine]
-            optimizer = torch.optim.SGD(theta.parameters(), lr=ETA_P, momentum=MOMENTUM, nesterov=True)
+            optimizer = torch.optim.SGD(theta.parameters(), lr=ETA_P, momentum=MOMENTUM, nesterov=MOMENTUM > 0)
             for _ in range(S):
                 optimizer.zero_grad()
                 cross_entropy(theta(x), y).backward()

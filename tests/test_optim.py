@@ -67,6 +67,6 @@ def test_proximal_steps_are_nesterovs_on_the_whole_objective(momentum: float, st
     for count in range(1, steps + 1):
         last = twin.square().sum(-1) / 2
         twin, state = rule.step(twin, twin + 3.0 * (twin - w), state, count)
-    theta, loss = take(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w)
+    theta, loss, _ = take(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w)
     torch.testing.assert_close(loss, last)
     torch.testing.assert_close(theta, twin)

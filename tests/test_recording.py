@@ -153,7 +153,7 @@ def test_clients_that_are_computed_singly_take_the_same_steps(anchored: bool) ->
         expected = expected + (0.4 * (w - expected) if anchored else 0) - 0.1 * g
     own = theta.clone()
     if anchored:
-        moved, found = objective.gradient.steps(own, (x[0], y[0]), 0.1, w, 0.4, 4)
+        moved, found, _ = objective.gradient.steps(own, (x[0], y[0]), 0.1, w, 0.4, 4)
     else:
         moved, found = objective.gradient.descend(own, lambda t: (x[t], y[t]), 4, 0.1)
     assert moved.data_ptr() == own.data_ptr()
@@ -181,7 +181,7 @@ def test_a_step_is_taken_in_the_memory_of_theta_where_it_may(model: Callable[[],
     objective = Objective.of(model())
     shape = small.SHAPE if in_place else (12,)
     theta, y = objective.initial().repeat(3, 1), torch.zeros(3, 2, dtype=torch.int64)
-    moved, _ = objective.gradient.steps(theta, (torch.randn(3, 2, *shape), y), 0.1, theta, 0.5, 1)
+    moved, *_ = objective.gradient.steps(theta, (torch.randn(3, 2, *shape), y), 0.1, theta, 0.5, 1)
     assert (moved.data_ptr() == theta.data_ptr()) == in_place
 
 

@@ -84,9 +84,36 @@ def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None
     for _ in range(4):
         g, last = gradient(expected, x, y)
         expected = expected + pull * (w - expected) - 0.1 * g
-    found, loss = Replayed(gradient).steps(theta.clone(), x, y, w, pull, 0.1, 4)
+    found, loss, _ = Replayed(gradient).steps(theta.clone(), x, y, w, pull, 0.1, 4)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("pull", "known"), [(1.0, True), (1.0 + 1e-4, True), (0.999, False), (0.3, False)])
+def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_something_along_the_data(
+    pull: float, known: bool
+) -> None:
+    objective, theta, w, x, y = problem(Model(plain))
+    found, _, along = Replayed(vmap(grad_and_value(objective.value))).steps(theta, x, y, w, pull, 0.1, 4)
+    assert (along is not None) == known
+    if along is not None:
+        rows = slice(along.begin, along.begin + 5 * WIDE)
+        moved = (along.slopes.mT @ along.inputs).flatten(1)
+        torch.testing.assert_close(found[:, rows], w[:, rows] + moved, rtol=1e-11, atol=1e-12)
+        assert moved.abs().max() > 1e-3
+
+
+def test_with_momentum_a_start_is_forgotten_after_many_steps() -> None:
+    objective, theta, w, x, y = problem(Model(plain))
+    for count, known in ((3, False), (80, True)):
+        taken = objective.gradient.steps_with_momentum(theta.clone(), (x, y), 0.1, w, 8.0, 0.5, count)
+        assert taken is not None
+        found, _, along = taken
+        assert (along is not None) == known
+    assert along is not None
+    rows = slice(along.begin, along.begin + 5 * WIDE)
+    moved = (along.slopes.mT @ along.inputs).flatten(1)
+    torch.testing.assert_close(found[:, rows], w[:, rows] + moved, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -149,9 +176,9 @@ COMMON: dict[str, Any] = {"tau": 3, "s": 3, "batch_size": 4, "eta": 1e-3, "eta_p
     "algorithm",
     [
         PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON), TDPFed(**COMMON, momentum=0.0),
-        TDPFed(**COMMON, optimizer_state="local-round"),
+        TDPFed(**COMMON, optimizer_state="local-round"), TDPFed(**COMMON, momentum=0.0, lam=50.0),
     ],
-    ids=["pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round"],
+    ids=["pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round", "tdpfed start forgotten"],
 )  # fmt: skip
 def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: PFedMe | TDPFed) -> None:
     threads = torch.get_num_threads()
@@ -169,8 +196,26 @@ def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm
         torch.set_num_threads(threads)
 
 
-def test_blocks_of_clients_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = TDPFed(**COMMON)
+@pytest.mark.parametrize(("lam", "used"), [(50.0, True), (49.0, False)])
+def test_a_start_that_is_forgotten_makes_factor_steps_cheaper(
+    lam: float, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where eta_p lam is 1 theta is the anchor and something along the data."""
+    found: list[object] = []
+    stacked = workspace._stacked
+
+    def watched(*given: Any) -> Any:
+        found.append(stacked(*given))
+        return found[-1]
+
+    monkeypatch.setattr(workspace, "_stacked", watched)
+    wide_run(TDPFed(**COMMON, momentum=0.0, lam=lam))
+    assert bool(found) == used
+    assert all(stack is not None for stack in found)
+
+
+@pytest.mark.parametrize("algorithm", [TDPFed(**COMMON), TDPFed(**COMMON, momentum=0.0, lam=50.0)])
+def test_blocks_of_clients_change_no_bit(algorithm: TDPFed, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = wide_run(algorithm)
     monkeypatch.setattr(workspace, "BLOCK", 1)  # blocks of four clients or a few more
     for chunk in (None, 9, 14):

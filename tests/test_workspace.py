@@ -1,12 +1,14 @@
 """A padded workspace gives what the plan itself does."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tdpfed import optim, workspace
 from tdpfed.plan import FactorPlan
+from tdpfed.several import Along
 from tdpfed.workspace import ALIGNED, LEAST_RANK, Turned, Workspace
 
 SHAPES = {"conv.weight": (6, 3, 3, 3), "conv.bias": (6,), "fc.weight": (10, 13), "fc.bias": (10,), "scale": ()}
@@ -95,11 +97,48 @@ def test_steps_in_place_are_the_steps(lead: tuple[int, ...], together: int, monk
     (a, theta), rule, space = drawn(*lead), optim.adam(1e-3), Turned(PLAN, single=not lead)
     packed, state, twin = space.pack(a), rule.init(a), a
     assert rule.in_place is not None
-    space.move(packed, theta, 3.0, rule.in_place, rule.init(packed), range(1, 6))
+    space.move(packed, theta, None, 3.0, rule.in_place, rule.init(packed), range(1, 6))
     for count in range(1, 6):
         twin, state = rule.step(twin, PLAN.residual_grad(twin, theta, 3.0), state, count)
     torch.testing.assert_close(space.unpack(packed), twin)
     assert not torch.allclose(twin, a)
+
+
+@pytest.mark.usefixtures("any_matrix_is_large")
+@pytest.mark.parametrize(("samples", "lower"), [(1, True), (18, True), (19, False), (40, False)])
+@pytest.mark.parametrize("clients", [1, 9])
+def test_steps_to_a_target_of_low_rank_are_the_steps(
+    samples: int, lower: bool, clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the target has less numbers so: rank 7, the samples, and what fills up a multiple of eight."""
+    found: list[object] = []
+    stacked = workspace._stacked
+
+    def watched(*given: Any) -> Any:
+        found.append(stacked(*given))
+        return found[-1]
+
+    monkeypatch.setattr(workspace, "_stacked", watched)
+    monkeypatch.setattr(workspace, "LEAST_BLOCK", 3)
+    monkeypatch.setattr(workspace, "BLOCK", 1)
+    plan = FactorPlan.of({"bias": (7,), "fc.weight": (40, 90)}, 4.0)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(clients, plan.factors.size, generator=generator, dtype=torch.float64)
+    slopes = torch.randn(clients, samples, 40, generator=generator, dtype=torch.float64)
+    inputs = torch.randn(clients, samples, 90, generator=generator, dtype=torch.float64)
+    target = plan.compose(a)
+    target[:, 7:] += (slopes.mT @ inputs).flatten(1)
+    target[:, :7] += 1
+    ends = []
+    for along in (None, Along(7, slopes, inputs)):
+        space, rule = Turned(plan), optim.adam(1e-2)
+        packed = space.pack(a)
+        assert rule.in_place is not None
+        space.move(packed, target, along, 3.0, rule.in_place, rule.init(packed), range(1, 6))
+        ends.append(space.unpack(packed))
+    torch.testing.assert_close(*ends)
+    assert not torch.allclose(ends[0], a)
+    assert [stack is not None for stack in found] == [lower] * (1 if clients == 1 else 3)
 
 
 @pytest.mark.usefixtures("any_matrix_is_large")
@@ -114,6 +153,29 @@ def test_in_single_precision_a_gradient_from_products_of_factors_loses_one_digit
     ours = space.unpack(space.residual_grad(space.pack(single), near, 12.0))
     gap = near - plan.compose(single)
     by_residual = torch.func.vjp(plan.compose, single)[1](-12.0 * gap)[0]
+    error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
+    assert 0 < error < 10 * usual
+
+
+@pytest.mark.usefixtures("any_matrix_is_large")
+def test_in_single_precision_a_target_of_low_rank_loses_one_digit_at_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    plan = FactorPlan.of({"fc.weight": (100, 784)}, 2.0)
+    a = torch.randn(4, plan.factors.size, generator=generator) / 4
+    slopes, inputs = torch.randn(4, 20, 100, generator=generator) / 500, torch.randn(4, 20, 784, generator=generator)
+    space = Turned(plan)
+    packed = space.pack(a)
+    compute, pieces = space.residual(packed, torch.zeros(4, 78400), 12.0, Along(0, slopes, inputs))
+    start = a.double()
+    moved = 0.99 * a  # a few steps on
+    for factor in space._factors(packed):
+        factor.mul_(0.99)
+    theta = plan.compose(start) + (slopes.double().mT @ inputs.double()).flatten(1)
+    compute()
+    exact = plan.residual_grad(moved.double(), theta, 12.0)
+    gap = theta.float() - plan.compose(moved)
+    by_residual = torch.func.vjp(plan.compose, moved)[1](-12.0 * gap)[0]
+    ours = space.unpack(flat(pieces, packed))
     error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
     assert 0 < error < 10 * usual
 

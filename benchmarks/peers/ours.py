@@ -33,8 +33,9 @@ def main() -> None:
         np.savez(file, x=given["x"], y=given["y"], client_ids=owner, test_mask=mask)
         preset = "cifar10-paper" if conv else "mnist-paper"
         same = [f"algorithm.tau={CONV_STEPS if conv else 23}"]  # as in the plain loop
-        same += ["algorithm.momentum=0.5"] if method == "tdpfed" else []
-        data = [f"data.name={file}", "data.normalize=none", "run.device=cpu", f"algorithm.name={method}"]
+        same += ["algorithm.momentum=0.5"] if method == "tdpfed-momentum" else []
+        name = method.partition("-")[0]
+        data = [f"data.name={file}", "data.normalize=none", "run.device=cpu", f"algorithm.name={name}"]
         config = load_config(preset, [*data, *same, *settings])
         simulation = prepare(config)
     torch.set_num_threads(threads(config, simulation))

@@ -63,6 +63,7 @@ def main() -> None:
     if conv:
         plain.TAU, plain.S, plain.S_PRIME = CONV_STEPS, 4, 15
         plain.LAM, plain.ETA, plain.ETA_P, plain.ETA_FACTORS = 14.0, 0.01, 0.03, 4e-5
+    plain.MOMENTUM = 0.5 if method == "tdpfed-momentum" else 0.0  # as in the presets
     if "--loaders" in sys.argv:
         plain.minibatches = loaders(data)  # type: ignore[assignment]
     factors = [plain.initial_factors(model, 2.0)]
@@ -74,6 +75,7 @@ def main() -> None:
         "fedavg": lambda: plain.fedavg_round(model, data),
         "pfedme": lambda: plain.pfedme_round(model, data),
         "tdpfed": tdpfed_round,
+        "tdpfed-momentum": tdpfed_round,
     }[method]
     seconds = []
     for _ in range(2 + int(rounds)):

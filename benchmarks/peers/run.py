@@ -3,10 +3,11 @@
     python benchmarks/peers/run.py --data-root DIR
 
 MNIST, MLP 784-100-10, 20 clients of two classes, 23 local steps of 20 samples, all clients, float32, the CPU threads
-there are: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists. With ``--conv``: CIFAR-10's
-shapes, VGG8, 10 clients, 5 local steps, on ours and the plain loop. Every package gets an environment of its own, made
-anew and thrown away; one that does not install, or does not run, is reported as such. All take turns, a process each
-time: its first rounds warm up, and the rest count. What is compared is the median over all rounds of all turns.
+there are: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists, as in the preset
+``mnist-paper`` and with Nesterov momentum 0.5. With ``--conv``: CIFAR-10's shapes, VGG8, 10 clients, 5 local steps,
+FedAvg, pFedMe and TDPFed as in the preset, on ours and the plain loop. Every package gets an environment of its own,
+made anew and thrown away; one that does not install, or does not run, is reported as such. All take turns, a process
+each time: its first rounds warm up, and the rest count. What is compared is the median over all rounds of all turns.
 """
 
 import argparse
@@ -39,7 +40,7 @@ PEERS: dict[str, list[str]] = {
 }
 """Packages, and what to install for each; those on PyTorch get the same release of it as ours."""
 
-METHODS = ("fedavg", "pfedme", "tdpfed")
+METHODS = ("fedavg", "pfedme", "tdpfed", "tdpfed-momentum")
 OURS = ("ours", "plain loop", "plain loop with loaders")
 
 
@@ -131,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=None)
     parser.add_argument("--conv", action="store_true", help="VGG8 on CIFAR-10's shapes, on ours and the plain loop")
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", default=None, help=f"of {', '.join(METHODS)}; all by default, less with --conv")
     parser.add_argument("--peers", default=",".join(PEERS), help="which packages; empty for none")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count in each turn")
@@ -154,15 +155,17 @@ def main() -> None:
             if error is not None:
                 errors[peer] = error
             print(f"{peer}: {error or 'installed'}", file=sys.stderr, flush=True)
-        methods: dict[str, dict[str, list[dict[str, Any]]]] = {method: {} for method in options.methods.split(",")}
+        chosen = options.methods.split(",") if options.methods else METHODS[:3] if options.conv else METHODS
+        methods: dict[str, dict[str, list[dict[str, Any]]]] = {method: {} for method in chosen}
         rates = [gemm_rate()]
         for turn in range(options.turns):
             for method, found in methods.items():
                 for one, python in pythons.items():
-                    if (method == "tdpfed" and one not in OURS[:2]) or (options.conv and "loaders" in one):
+                    factors = method.startswith("tdpfed")
+                    if (factors and one not in OURS[:2]) or (options.conv and "loaders" in one):
                         continue
                     failed = errors.get(one) or next((t["error"] for t in found.get(one, []) if "error" in t), None)
-                    slow = method == "tdpfed" and (options.conv or one != "ours")
+                    slow = factors and (options.conv or one != "ours")
                     rounds = max(1, options.rounds // 3) if slow else options.rounds
                     answer = {"error": failed} if failed else measure(python, one, method, data, rounds, extra)
                     found.setdefault(one, []).append(answer)
@@ -177,7 +180,7 @@ def main() -> None:
     }  # fmt: skip
     if not options.conv:
         rate = statistics.median(rates)
-        result["floor_seconds"] = {method: operations(method) / rate for method in methods}
+        result["floor_seconds"] = {method: operations(method.partition("-")[0]) / rate for method in methods}
     write(out, result)
     text = table(result)
     out.with_suffix(".md").write_text(_page(result, text, out.name))

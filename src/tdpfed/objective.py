@@ -16,6 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout, refuse_running_statistics
 from tdpfed.recording import Replayed, after_gradient
+from tdpfed.several import Steps
 
 Batch = tuple[Tensor, Tensor]
 Grad = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
@@ -167,9 +168,7 @@ class Gradient:
         losses = [mover.move_and_tell(*batch) for mover, batch in zip(movers, now, strict=True)]
         return theta, torch.stack(losses) if alone else losses[0]
 
-    def steps(
-        self, theta: Tensor, batch: Batch, lr: float, w: Tensor, pull: float, count: int
-    ) -> tuple[Tensor, Tensor]:
+    def steps(self, theta: Tensor, batch: Batch, lr: float, w: Tensor, pull: float, count: int) -> Steps:
         """Return what ``count`` steps ``theta + pull (w - theta) - lr g`` on one minibatch come to, and the last loss.
 
         The loss is that before the last step. ``theta`` is given up: the result may lie in its memory.
@@ -178,20 +177,20 @@ class Gradient:
             for _ in range(count):
                 g, loss = self(theta, batch)
                 theta = after_gradient(theta, g, w, pull, lr)
-            return theta, loss
+            return theta, loss, None
         if not self._one_by_one(theta):
             return self._many.steps(theta, *batch, w, pull, lr, count)
         losses = []
         for row, x, y, anchor in zip(theta, *batch, w, strict=True):
-            moved, loss = self._one.steps(row, x, y, anchor, pull, lr, count)
+            moved, loss, _ = self._one.steps(row, x, y, anchor, pull, lr, count)
             losses.append(loss)
             if moved is not row:
                 row.copy_(moved)
-        return theta, torch.stack(losses)
+        return theta, torch.stack(losses), None
 
     def steps_with_momentum(
         self, theta: Tensor, batch: Batch, lr: float, w: Tensor, lam: float, momentum: float, count: int
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Steps | None:
         """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` with one minibatch come to.
 
         None, and theta as it was, where the steps themselves are as quick; else theta is given up.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tdpfed.objective import Batch, Grad, Gradient
 from tdpfed.recording import after_gradient
-from tdpfed.several import float32
+from tdpfed.several import Steps, float32
 
 State = tuple[Tensor, ...]
 Pieces = Sequence[tuple[int, Tensor]]
@@ -65,16 +65,15 @@ def descend(grad: Grad, theta: Tensor, batches: Callable[[int], Batch], steps: i
     return theta, loss
 
 
-def proximal(
-    lr: float, lam: float, momentum: float, steps: int
-) -> Callable[[Grad, Tensor, Batch, Tensor], tuple[Tensor, Tensor]]:
+def proximal(lr: float, lam: float, momentum: float, steps: int) -> Callable[[Grad, Tensor, Batch, Tensor], Steps]:
     """Return ``steps`` steps of :func:`nesterov` on ``f + lam/2 ||theta - w||^2``, with one minibatch.
 
-    ``take(grad, theta, batch, w)`` gives the new theta and the loss before the last step. Theta is given up.
+    ``take(grad, theta, batch, w)`` gives the new theta, the loss before the last step, and where the weights of theta's
+    first layer are beside those of ``w``, if that is known to be of low rank. Theta is given up.
     """
     pull = float32(lr * lam)
 
-    def take(grad: Grad, theta: Tensor, batch: Batch, w: Tensor) -> tuple[Tensor, Tensor]:
+    def take(grad: Grad, theta: Tensor, batch: Batch, w: Tensor) -> Steps:
         if isinstance(grad, Gradient):
             if momentum == 0:
                 return grad.steps(theta, batch, lr, w, pull, steps)
@@ -94,7 +93,7 @@ def proximal(
                 continue
             torch.add(g, velocity, alpha=momentum, out=velocity)
             theta = torch.add(theta, g.add_(velocity, alpha=momentum), alpha=-lr, out=g)
-        return theta, loss
+        return theta, loss, None
 
     return take
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.convolution import as_products
 from tdpfed.rewriting import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
-from tdpfed.several import FirstLayer, first_layer
+from tdpfed.several import FirstLayer, Steps, first_layer
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]
@@ -63,7 +63,7 @@ class Replayed:
 
     def steps_with_momentum(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Steps | None:
         """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` come to, and the loss before the last.
 
         None, and theta as it was, where the steps themselves are as quick.
@@ -71,16 +71,14 @@ class Replayed:
         known = self.first_layer(theta, x, y) if count > 1 else None
         return None if known is None else known.steps_with_momentum(theta, x, y, w, lam, lr, momentum, count)
 
-    def steps(
-        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
-    ) -> tuple[Tensor, Tensor]:
+    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
         """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
         known = self.first_layer(theta, x, y) if count > 1 else None
         if known is not None:
             return known.steps(theta, x, y, w, pull, lr, count)
         for _ in range(count):
             theta, loss = self.step(theta, x, y, w, pull, lr)
-        return theta, loss
+        return theta, loss, None
 
     def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
         """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""

@@ -32,6 +32,18 @@ WIDE = 8
 """Inputs per sample of a minibatch from which it is less work."""
 
 
+class Along(NamedTuple):
+    """The first layer's weights where nothing is left of their start: ``V + slopes^T X``, beside ``V`` of low rank."""
+
+    begin: int  # of the weights in theta
+    slopes: Tensor  # (K, samples, outputs)
+    inputs: Tensor  # (K, samples, inputs)
+
+
+Steps = tuple[Tensor, Tensor, Along | None]
+"""Theta, the loss before the last step, and what is known of the weights of theta's first layer."""
+
+
 class FirstLayer(NamedTuple):
     """A recorded gradient without its first layer, and where the weights of that lie in theta."""
 
@@ -41,10 +53,8 @@ class FirstLayer(NamedTuple):
     outputs: int
     inputs: int
 
-    def steps(
-        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Take ``count`` steps ``theta + pull (w - theta) - lr g`` in the memory of ``theta``; return the last loss."""
+    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
+        """Take ``count`` steps ``theta + pull (w - theta) - lr g`` in the memory of ``theta``."""
         inputs = x.reshape(*x.shape[:2], self.inputs)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
@@ -54,12 +64,13 @@ class FirstLayer(NamedTuple):
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
             along.mul_(1 - pull).add_(in_z)
         kept = math.prod([1 - pull] * count)
-        weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs, alpha=-lr)
-        return theta, loss
+        along.mul_(-lr)
+        weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs)
+        return theta, loss, self._along(kept, along, inputs)
 
     def steps_with_momentum(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Steps:
         """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` in the memory of ``theta``."""
         inputs = x.reshape(*x.shape[:2], self.inputs)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
@@ -81,7 +92,11 @@ class FirstLayer(NamedTuple):
             if step < count - 1:
                 z = torch.lerp(start, aim, share).baddbmm_(gram, along)
         weights.lerp_(anchor, share).baddbmm_(along.mT, inputs)
-        return theta, loss
+        return theta, loss, self._along(1 - share, along, inputs)
+
+    def _along(self, kept: float, slopes: Tensor, inputs: Tensor) -> Along | None:
+        lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps
+        return Along(self.begin, slopes, inputs) if lost_in_rounding else None
 
     def _others(self, flat: Tensor) -> list[Tensor]:
         """Return what lies before and after the weights, if anything does."""

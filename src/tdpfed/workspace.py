@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 import torch
@@ -20,6 +20,7 @@ from tdpfed import optim
 from tdpfed.cp import algebra as cp
 from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
+from tdpfed.several import Along
 
 ALIGNED = 8
 
@@ -131,37 +132,55 @@ class Turned(Workspace):
         return out
 
     def move(
-        self, a: Tensor, target: Tensor, scale: float, rule: optim.InPlace, state: optim.State, counts: range
+        self,
+        a: Tensor,
+        target: Tensor,
+        along: Along | None,
+        scale: float,
+        rule: optim.InPlace,
+        state: optim.State,
+        counts: range,
     ) -> None:
         """Take optimiser steps on ``scale/2 ||target - compose(a)||^2`` in the memory of ``a`` and of the state.
 
         All steps of a few clients, then those of the next: what a step touches stays near for the following one.
+        ``along`` says where the target is beside ``compose(a)`` before the first step, if that is known.
         """
         target = target[None] if self.single else target
         blocks = max(1, len(a) // max(LEAST_BLOCK, BLOCK // a.shape[1]))
-        for own, near, *moments in zip(*(tensor.tensor_split(blocks) for tensor in (a, target, *state)), strict=True):
-            gradient, pieces = self.residual(own, near, scale)
-            step = rule(own, pieces, tuple(moments))
+        given = (a, target, *state) if along is None else (a, target, *state, along.slopes, along.inputs)
+        for own, near, *others in zip(*(tensor.tensor_split(blocks) for tensor in given), strict=True):
+            beside = None if along is None else Along(along.begin, *others[-2:])
+            gradient, pieces = self.residual(own, near, scale, beside)
+            step = rule(own, pieces, tuple(others[: len(state)]))
             for count in counts:
                 gradient()
                 step(count)
 
-    def residual(self, a: Tensor, target: Tensor, scale: float) -> tuple[Callable[[], None], list[tuple[int, Tensor]]]:
+    def residual(
+        self, a: Tensor, target: Tensor, scale: float, along: Along | None = None
+    ) -> tuple[Callable[[], None], list[tuple[int, Tensor]]]:
         """Return what computes the gradient of ``scale/2 ||target - compose(a)||^2``, and where ``(K, n)`` it goes.
 
         The target is put into its room in ``a``, until the next call. It is the gradient at the factors that lie in
         the memory of ``a`` when it is computed. It goes to a tensor for each turned factor, which a product fills
-        quickest so, and for what is between, each with where in ``a`` that begins.
+        quickest so, and for what is between, each with where in ``a`` that begins. ``along`` is what is known of where
+        the target is beside ``compose(a)`` as it is now.
         """
         pieces, rooms = self._room(a)
         views = iter(self._inner.split(a))
         computed: list[Callable[[], object]] = []
-        for tensor, (shape, rank) in zip(self.plan.dense.split(target), self._parameters, strict=True):
+        starts = accumulate(self.plan.dense.sizes, initial=0)
+        for tensor, (shape, rank), begin in zip(self.plan.dense.split(target), self._parameters, starts, strict=False):
             if rank is not None and _is_large_matrix(shape):
                 first, room, second = (next(views) for _ in range(3))
-                room.copy_(tensor)
-                out = (next(rooms).view_as(factor) for factor in (first, second))
-                computed.append(_turned_residual(room, first, second, scale, *out))
+                out = [next(rooms).view_as(factor) for factor in (first, second)]
+                beside = _stacked(room, first, second, along) if along is not None and along.begin == begin else None
+                if beside is None:
+                    room.copy_(tensor)
+                    computed.append(_turned_residual(room, first, second, scale, *out))
+                else:
+                    computed.append(_stacked_residual(first, second, *beside, scale, *out))
                 continue
             group = [next(views) for _ in range(1 if rank is None else len(shape))]
             where = [next(rooms).view_as(factor) for factor in group]
@@ -247,6 +266,46 @@ def _turned_residual(
         torch.bmm(a, target, out=out_b)
         torch.bmm(a, turned, out=gram)
         out_b.baddbmm_(gram, b, beta=-scale, alpha=scale)
+
+    return compute
+
+
+def _stacked(room: Tensor, a: Tensor, b: Tensor, along: Along) -> tuple[Tensor, Tensor] | None:
+    """Return ``A'`` and ``B'``, which end in ``a`` and ``b``, such that ``a^T b - target`` is ``A'^T B'`` for good.
+
+    The target is ``a^T b`` as it is now, which stays in them, and ``along``. ``B'`` lies in the memory of the room and
+    of what follows it, ``b``; ``a`` is to be put into ``A'`` as it moves. None where they are no smaller than a matrix.
+    """
+    (clients, rows, columns), rank, samples = room.shape, b.shape[1], along.inputs.shape[1]
+    size = _up(samples + 2 * rank)
+    if (size - rank) * (rows + columns) >= rows * columns:
+        return None
+    after = room.storage_offset() + (rows + rank - size) * columns
+    right = room.as_strided((clients, size, columns), room.stride(), after)
+    left = a.new_zeros(clients, size, rows)
+    for stack, beside, factor in ((left, along.slopes, a), (right, along.inputs, b)):
+        stack[:, : -2 * rank - samples].zero_()
+        stack[:, -2 * rank - samples : -2 * rank] = beside
+        stack[:, -2 * rank : -rank] = factor
+    left.neg_()
+    return left, right
+
+
+def _stacked_residual(
+    a: Tensor, b: Tensor, left: Tensor, right: Tensor, scale: float, out_a: Tensor, out_b: Tensor
+) -> Callable[[], None]:
+    """Return what writes the gradient of ``scale/2 ||left^T right||^2`` in ``a`` and ``b``, which these end in."""
+    clients, rank, _ = a.shape
+    with_left, with_right = (a.new_empty(clients, rank, left.shape[1]) for _ in range(2))
+    last, left_turned, right_turned = left[:, -rank:], left.mT, right.mT
+    left.mul_(scale)
+
+    def compute() -> None:
+        torch.mul(a, scale, out=last)
+        torch.bmm(b, right_turned, out=with_right)
+        torch.bmm(with_right, left, out=out_a)
+        torch.bmm(a, left_turned, out=with_left)
+        torch.bmm(with_left, right, out=out_b)
 
     return compute
 

@@ -54,7 +54,7 @@ class PFedMe(Algorithm):
         personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
         step = float32(self.eta * self.lam)
         for t in range(self.tau):
-            theta, loss = personal(grad, theta, batches(t), w)
+            theta, loss, _ = personal(grad, theta, batches(t), w)
             w = torch.lerp(w, theta, step)  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

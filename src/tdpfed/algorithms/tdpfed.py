@@ -20,6 +20,7 @@ from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper,
 from tdpfed.errors import TDPFedError
 from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
+from tdpfed.several import Along
 from tdpfed.workspace import Turned, Workspace
 
 
@@ -113,12 +114,12 @@ class TDPFed(Algorithm):
         state: optim.State | None = None
         for t in range(self.tau):
             # Steps may be taken in theta's memory, and what was yielded stays.
-            theta, loss = personal(grad, theta.clone(), batches(t), space.compose(a))
-            a, state = self._move_factors(a, space.target(theta), space, state, t)
+            theta, loss, along = personal(grad, theta.clone(), batches(t), space.compose(a))
+            a, state = self._move_factors(a, space.target(theta), along, space, state, t)
             yield theta, partial(space.unpack, a), loss
 
     def _move_factors(
-        self, a: Tensor, theta: Tensor, space: Workspace, state: "optim.State | None", t: int
+        self, a: Tensor, theta: Tensor, along: Along | None, space: Workspace, state: "optim.State | None", t: int
     ) -> tuple[Tensor, "optim.State | None"]:
         """Take ``s_prime`` steps on ``lam/2 ||theta - [[A]]||^2`` in the factors (eqs. 16 to 18)."""
         if self.optimizer == "als":
@@ -128,7 +129,7 @@ class TDPFed(Algorithm):
         moments = rule.init(a) if fresh or state is None else state
         steps = range(1, self.s_prime + 1) if fresh else range(t * self.s_prime + 1, (t + 1) * self.s_prime + 1)
         if isinstance(space, Turned) and rule.in_place is not None:
-            space.move(a, theta, self.lam, rule.in_place, moments, steps)
+            space.move(a, theta, along, self.lam, rule.in_place, moments, steps)
             return a, moments
         room = torch.empty_like(a, memory_format=torch.contiguous_format)  # for every step's gradient
         for step in steps:
