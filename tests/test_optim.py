@@ -70,3 +70,15 @@ def test_proximal_steps_are_nesterovs_on_the_whole_objective(momentum: float, st
     theta, loss, _ = take(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w)
     torch.testing.assert_close(loss, last)
     torch.testing.assert_close(theta, twin)
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (3, 16), (2, 3, 17)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_own_copy_is_one_whose_rows_begin_at_cache_lines(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    theta = torch.randn(shape).to(dtype)
+    copy = optim.own_copy(theta)
+    assert torch.equal(copy, theta)
+    assert all(stride * copy.element_size() % optim.CACHE_LINE == 0 for stride in copy.stride()[:-1])
+    assert copy.data_ptr() % optim.CACHE_LINE == 0
+    copy += 1
+    assert not torch.equal(copy, theta)

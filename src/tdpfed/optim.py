@@ -17,6 +17,9 @@ from tdpfed.recording import after_gradient
 from tdpfed.several import Steps, float32
 
 State = tuple[Tensor, ...]
+CACHE_LINE = 64
+"""Bytes; also what PyTorch's memory on a CPU is a multiple of."""
+
 Pieces = Sequence[tuple[int, Tensor]]
 InPlace = Callable[[Tensor, Pieces, State], Callable[[int], None]]
 
@@ -50,6 +53,14 @@ def nesterov(lr: float, momentum: float) -> Optimizer:
         return torch.add(a, torch.add(g, velocity, alpha=momentum), alpha=-lr), (velocity,)
 
     return Optimizer(lambda _: (), step)
+
+
+def own_copy(theta: Tensor) -> Tensor:
+    """Return a copy to take steps in: on a CPU its rows begin at whole cache lines, where products write fastest."""
+    if theta.ndim < 2 or theta.device.type != "cpu":
+        return theta.clone()
+    size, line = theta.shape[-1], CACHE_LINE // theta.element_size()
+    return theta.new_empty(*theta.shape[:-1], -(-size // line) * line)[..., :size].copy_(theta)
 
 
 def descend(grad: Grad, theta: Tensor, batches: Callable[[int], Batch], steps: int, lr: float) -> tuple[Tensor, Tensor]:

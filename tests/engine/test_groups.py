@@ -50,6 +50,15 @@ def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str) -> None:
             assert small.equal(whole, trained(name, model, threads, chunk)), (threads, chunk)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_samples_drawn_for_all_are_those_that_chunks_draw_themselves(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trained(name, "dense", 2, 5)
+    monkeypatch.setattr("tdpfed.engine.runners.DRAWN_TOGETHER", 0)
+    assert small.equal(whole, trained(name, "dense", 2, 5))
+
+
 def test_each_thread_has_its_share() -> None:
     runner = trained("fedavg", "dense", 1).runner
     torch.set_num_threads(2)

@@ -41,7 +41,7 @@ class FedAvg(Algorithm):
 
     def descend(self, theta: Tensor, batches: Batches, grad: Grad) -> tuple[Tensor, Tensor]:
         """Return the parameters after ``tau`` steps, and the last loss; all minibatches are of one shape."""
-        return optim.descend(grad, theta.clone(), batches, self.tau, self.eta)  # steps may be taken in its memory
+        return optim.descend(grad, optim.own_copy(theta), batches, self.tau, self.eta)
 
     def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
         """Average the local models."""

@@ -31,6 +31,9 @@ CPU_BYTES = 2 << 30
 VECTORS_PER_CLIENT = 16
 """Parameter-sized vectors alive per client in the widest step (parameters, gradients, anchors, optimiser state)."""
 
+DRAWN_TOGETHER = 1 << 22
+"""Samples of a round up to which they are drawn at once on a CPU: chunks that draw their own wait for each other."""
+
 LEAST_TOGETHER = 3
 """Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
 
@@ -65,18 +68,21 @@ class Runner:
         with arithmetic(self.precision):
             if self.kind == "loop":
                 return _joined([self._one(server, private, turn, row) for row in range(count)])
-            tasks = [partial(self._together, server, private, turn, rows) for rows in self._chunks(count)]
-            if turn.clients.device.type != "cpu":
+            on_cpu = turn.clients.device.type == "cpu"
+            few = count * self.algorithm.draws * self.algorithm.batch_size <= DRAWN_TOGETHER
+            index = self._drawn(turn) if on_cpu and few else None
+            tasks = [partial(self._together, server, private, turn, rows, index) for rows in self._chunks(count)]
+            if not on_cpu:
                 return _joined([task() for task in tasks])
             return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
 
-    def batches(self, turn: Turn) -> Batches:
-        """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``."""
+    def batches(self, turn: Turn, index: Tensor | None = None) -> Batches:
+        """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``.
+
+        ``index`` says which samples these are, if that is known already.
+        """
         data, clients = self.federation, turn.clients
-        index = batch_indices(
-            turn.seed, turn.round, clients.reshape(-1), data.train_start[clients.reshape(-1)],
-            data.train_size[clients.reshape(-1)], self.algorithm.draws, self.algorithm.batch_size,
-        ).reshape(*clients.shape, self.algorithm.draws, self.algorithm.batch_size)  # fmt: skip
+        index = self._drawn(turn) if index is None else index
         by_step = index.movedim(-2, 0).contiguous()
         labels = _rows(data.y, by_step)
 
@@ -87,29 +93,40 @@ class Runner:
 
         return batch
 
+    def _drawn(self, turn: Turn) -> Tensor:
+        """Return which samples the turn's clients see, ``(..., draws, B)``."""
+        data, clients = self.federation, turn.clients.reshape(-1)
+        draws, size = self.algorithm.draws, self.algorithm.batch_size
+        start, held = data.train_start[clients], data.train_size[clients]
+        index = batch_indices(turn.seed, turn.round, clients, start, held, draws, size)
+        return index.reshape(*turn.clients.shape, draws, size)
+
     def _one(self, server: State, private: State, turn: Turn, row: int) -> Outcome:
         alone = replace(turn, clients=turn.clients[row])
         outcome = self._update(server, {name: rows[row] for name, rows in private.items()}, alone)
         return Outcome(*({name: value[None] for name, value in part.items()} for part in outcome))
 
-    def _together(self, server: State, private: State, turn: Turn, rows: slice) -> Outcome:
+    def _together(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Outcome:
         group = replace(turn, clients=turn.clients[rows])
-        kept = {name: values[rows] for name, values in private.items()}
+        kept, drawn = {name: values[rows] for name, values in private.items()}, None if index is None else index[rows]
         count, missing = len(group.clients), LEAST_TOGETHER - len(group.clients)
         if missing <= 0:
-            return Outcome(*self._update(server, kept, group))
+            return Outcome(*self._update(server, kept, group, drawn))
         filled = torch.arange(LEAST_TOGETHER, device=group.clients.device).clamp_max(count - 1)
-        outcome = self._update(server, rows_of(kept, filled), replace(group, clients=group.clients[filled]))
+        group = replace(group, clients=group.clients[filled])
+        outcome = self._update(server, rows_of(kept, filled), group, None if drawn is None else drawn[filled])
         return Outcome(*({name: value[:count] for name, value in part.items()} for part in outcome))
 
-    def _update(self, server: State, private: State, turn: Turn) -> tuple[State, ...]:
+    def _update(self, server: State, private: State, turn: Turn, index: Tensor | None = None) -> tuple[State, ...]:
         if turn.clients.device.type == "cuda" and self.graphs:
             return self._graphed(server, private, as_state(turn))
-        return self._computed(server, private, turn)
+        return self._computed(server, private, turn, index)
 
-    def _computed(self, server: State, private: State, turn: Turn) -> tuple[State, State, State]:
+    def _computed(
+        self, server: State, private: State, turn: Turn, index: Tensor | None = None
+    ) -> tuple[State, State, State]:
         message = self.algorithm.broadcast(server, turn)
-        return self.algorithm.update(message, private, self.batches(turn), self.objective.gradient, turn)
+        return self.algorithm.update(message, private, self.batches(turn, index), self.objective.gradient, turn)
 
     @cached_property
     def _graphed(self) -> Graphed:
