@@ -70,9 +70,9 @@ def test_the_estimate_of_what_fits_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     sizes: list[int] = []
     together = Runner._together
 
-    def spy(self: Runner, server: Any, private: Any, turn: Any, rows: slice) -> Any:
+    def spy(self: Runner, server: Any, private: Any, turn: Any, rows: slice, index: Any) -> Any:
         sizes.append(rows.stop - rows.start)
-        return together(self, server, private, turn, rows)
+        return together(self, server, private, turn, rows, index)
 
     monkeypatch.setattr(Runner, "_together", spy)
     data = small.federation(CLIENTS, dtype=torch.float32)
