@@ -99,11 +99,9 @@ class Replayed:
             if made is not None:
                 own = theta.clone()
                 made(own, x, y, theta, 0.5, 0.0)
-                views = made.look(own)
-                made.move_only(x, y, None, 0.0, 0.0, *views)
-                here = own.untyped_storage().data_ptr()
-                if any(view.untyped_storage().data_ptr() != here for view in views):
-                    return None  # what is no view would not follow the steps
+                made.move_only(x, y, None, 0.0, 0.0, *made.look(own))
+                if not _follows(made, own):
+                    return None
             return made
 
         return _tried(make) or self._step_after_gradient
@@ -112,6 +110,8 @@ class Replayed:
         def make() -> FirstLayer | None:
             made = first_layer(self._record(theta, x, y)) if theta.ndim == 2 and _steps_in_place(theta) else None
             if made is not None:
+                if not _follows(made.step, theta):
+                    return None
                 made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
                 made.steps_with_momentum(theta.clone(), x, y, theta, 0.5, 0.0, 0.5, 2)
             return made
@@ -195,6 +195,12 @@ def _tried(make: Callable[[], Kept | None]) -> Kept | None:
         raise
     except Exception:
         return None
+
+
+def _follows(step: InPlace, theta: Tensor) -> bool:
+    """Whether what a step sees of theta lies there: what is no view would not follow the steps."""
+    here = theta.untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == here for view in step.look(theta))
 
 
 def _steps_in_place(theta: Tensor) -> bool:

@@ -122,8 +122,8 @@ class InPlace:
     """A recorded step in the memory of theta: what is seen there, once for all steps, and what each step computes."""
 
     look: fx.GraphModule  # theta to its views
-    move: fx.GraphModule  # (x, y, w, pull, lr, *views) to the loss
-    move_only: fx.GraphModule  # the same to nothing
+    move: fx.GraphModule  # (x, y, w, pull, lr, *views) to the loss, and what else is told
+    move_only: fx.GraphModule  # the same without the loss
 
     def __call__(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
@@ -148,11 +148,11 @@ def stepping(module: fx.GraphModule) -> InPlace | None:
         graph.call_function(pull_, (given[0], w, pull))
         for part in parts:
             subtract_(graph, given[0], part, lr)
-    return _in_place(without_join(module, cat, given[0]), given[0])
+    return in_place(without_join(module, cat, given[0]), given[0])
 
 
-def _in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
-    """Cut a recorded step into what only looks at theta and what moves it."""
+def in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
+    """Cut a recorded step, to (theta, loss, ...), into what only looks at theta and what moves it."""
     seen: dict[fx.Node, fx.Node] = {}
     look, move, move_only = fx.Graph(), fx.Graph(), fx.Graph()
     views = views_of(theta)
@@ -170,7 +170,8 @@ def _in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
         for node in (one for one in rest if one.op not in ("placeholder", "output")):
             known[node] = graph.node_copy(node, known.__getitem__)
         answer: Any = next(node for node in rest if node.op == "output").args[0]
-        graph.output(known[answer[1]] if graph is move else None)
+        told = [known[node] for node in answer[1 if graph is move else 2 :]]
+        graph.output(tuple(told) if len(told) > 1 else told[0] if told else None)
     for node in reversed(move_only.nodes):
         if not node.users and node.op in ("call_function", "get_attr") and node.target not in WRITERS:
             move_only.erase_node(node)

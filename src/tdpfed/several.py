@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from tdpfed.rewriting import (
+    InPlace,
     Part,
     aten,
     called_directly,
+    in_place,
+    place_in,
     pull_,
     remove,
     separate_parts,
@@ -47,7 +50,7 @@ Steps = tuple[Tensor, Tensor, Along | None]
 class FirstLayer(NamedTuple):
     """A recorded gradient without its first layer, and where the weights of that lie in theta."""
 
-    step: fx.GraphModule  # (theta, x, y, z, w, pull, lr) to (theta, loss, gradient in z), theta stepped but for W
+    step: InPlace  # theta stepped but for W, given z, too; tells the gradient in z
     gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, and in what is before and after W, if any is)
     begin: int
     outputs: int
@@ -58,11 +61,13 @@ class FirstLayer(NamedTuple):
         inputs = x.reshape(*x.shape[:2], self.inputs)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
-        along = torch.zeros_like(z)
-        for _ in range(count):
-            theta, loss, in_z = self.step(theta, x, y, z, w, pull, lr)
+        along, views = torch.zeros_like(z), self.step.look(theta)
+        for _ in range(count - 1):
+            in_z = self.step.move_only(x, y, z, w, pull, lr, *views)
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
             along.mul_(1 - pull).add_(in_z)
+        loss, in_z = self.step.move(x, y, z, w, pull, lr, *views)
+        along.mul_(1 - pull).add_(in_z)
         kept = math.prod([1 - pull] * count)
         along.mul_(-lr)
         weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs)
@@ -154,7 +159,7 @@ def _opened(module: fx.GraphModule) -> _Opened | None:
     return _Opened(module, (theta, x, y, z), cat, parts, first, inputs, in_outputs)
 
 
-def _stepping(opened: _Opened) -> fx.GraphModule:
+def _stepping(opened: _Opened) -> InPlace:
     """Step down in all parameters but the first layer's weights, in the memory of theta."""
     graph, (theta, _, _, z), first = opened.module.graph, opened.given, opened.first
     with graph.inserting_after(z):
@@ -163,13 +168,16 @@ def _stepping(opened: _Opened) -> fx.GraphModule:
     with graph.inserting_before(end):
         for start, stop in ((0, first.begin), (first.begin + shape_of(first.node)[1], shape_of(theta)[1])):
             if start < stop:
-                graph.call_function(_pull_within, (theta, start, stop, w, pull))
+                place = graph.call_function(place_in, (theta, start, (stop - start,)))
+                graph.call_function(
+                    pull_, (place, graph.call_function(torch.narrow, (w, 1, start, stop - start)), pull)
+                )
         for part in opened.parts:
             if part is not first:
                 subtract_(graph, theta, part, lr)
     answer: Any = end.args[0]
     end.args = ((opened.cat, answer[1], opened.in_outputs),)
-    return called_directly(without_join(opened.module, opened.cat, theta))
+    return in_place(without_join(opened.module, opened.cat, theta), theta)
 
 
 def _giving_gradients(opened: _Opened) -> fx.GraphModule:
@@ -227,7 +235,3 @@ def float32(value: float) -> float:
 
 def _is_turned(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.transpose.int and node.args[1:] == (1, 2)
-
-
-def _pull_within(theta: Tensor, start: int, stop: int, w: Tensor, pull: float) -> None:
-    pull_(theta.narrow(1, start, stop - start), w.narrow(1, start, stop - start), pull)

@@ -115,10 +115,13 @@ class Turned(Workspace):
     def compose(self, a: Tensor) -> Tensor:
         """Return the parameters ``(K, P)`` that packed factors compose to."""
         factors = iter(self._factors(a))
-        composed = []
-        for shape, rank in self._parameters:
-            composed.append(next(factors) if rank is None else cp.compose([next(factors) for _ in shape]))
-        joined = self.plan.dense.join(composed)
+        joined = a.new_empty(len(a), self.plan.dense.size)
+        for place, (shape, rank) in zip(self.plan.dense.split(joined), self._parameters, strict=True):
+            group = [next(factors) for _ in range(1 if rank is None else len(shape))]
+            if len(group) == 2:
+                torch.bmm(group[0], group[1].mT, out=place)
+            else:
+                place.copy_(group[0] if rank is None else cp.compose(group))
         return joined[0] if self.single else joined
 
     def residual_grad(self, a: Tensor, target: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

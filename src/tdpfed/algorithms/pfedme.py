@@ -50,7 +50,7 @@ class PFedMe(Algorithm):
         """Alternate steps on theta and on the local model."""
         del private, turn
         w = message["w"]
-        theta = w.clone()  # steps may be taken in its memory
+        theta = optim.own_copy(w)  # steps may be taken in its memory
         personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
         step = float32(self.eta * self.lam)
         for t in range(self.tau):

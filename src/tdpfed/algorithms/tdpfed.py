@@ -114,7 +114,7 @@ class TDPFed(Algorithm):
         state: optim.State | None = None
         for t in range(self.tau):
             # Steps may be taken in theta's memory, and what was yielded stays.
-            theta, loss, along = personal(grad, theta.clone(), batches(t), space.compose(a))
+            theta, loss, along = personal(grad, optim.own_copy(theta), batches(t), space.compose(a))
             a, state = self._move_factors(a, space.target(theta), along, space, state, t)
             yield theta, partial(space.unpack, a), loss
 
