@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 import small
-from tdpfed import Federation, PFedMe, TDPFed, optim, workspace
+from tdpfed import FedAvg, Federation, PFedMe, TDPFed, optim, workspace
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Objective
@@ -155,7 +155,7 @@ def test_few_inputs_and_convolutions_are_not_skipped() -> None:
     assert not conv.gradient.skips_first_layer(conv.initial().repeat(3, 1), images)
 
 
-def wide_run(algorithm: PFedMe | TDPFed, dtype: torch.dtype = torch.float32, **options: object) -> Simulation:
+def wide_run(algorithm: FedAvg | PFedMe | TDPFed, dtype: torch.dtype = torch.float32, **options: object) -> Simulation:
     generator = torch.Generator().manual_seed(2)
     owner = torch.arange(20).repeat_interleave(12)
     x = torch.randn(240, 800, generator=generator)
@@ -175,12 +175,16 @@ COMMON: dict[str, Any] = {"tau": 3, "s": 3, "batch_size": 4, "eta": 1e-3, "eta_p
 @pytest.mark.parametrize(
     "algorithm",
     [
-        PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON), TDPFed(**COMMON, momentum=0.0),
+        FedAvg(tau=3, batch_size=4), PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON),
+        TDPFed(**COMMON, momentum=0.0),
         TDPFed(**COMMON, optimizer_state="local-round"), TDPFed(**COMMON, momentum=0.0, lam=50.0),
     ],
-    ids=["pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round", "tdpfed start forgotten"],
+    ids=[
+        "fedavg", "pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round",
+        "tdpfed start forgotten",
+    ],
 )  # fmt: skip
-def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: PFedMe | TDPFed) -> None:
+def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: FedAvg | PFedMe | TDPFed) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -65,9 +65,9 @@ def seeds_in(folder: Path) -> list[Cell]:
 
 
 def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
-    """Return the cells that are finished in a folder; none is an error."""
+    """Return the cells that are finished in a folder; none of them is an error."""
     done = [cell for cell in cells if RunFolder(folder / cell.name).done]
-    if not done:
+    if cells and not done:
         raise TDPFedError(f"--no-run: {str(folder)!r} holds none of these runs finished")
     return done
 

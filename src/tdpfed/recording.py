@@ -204,4 +204,5 @@ def _follows(step: InPlace, theta: Tensor) -> bool:
 
 
 def _steps_in_place(theta: Tensor) -> bool:
-    return theta.device.type == "cpu" and theta.stride(-1) == 1
+    apart = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # rows that are one are not stepped in
+    return theta.device.type == "cpu" and theta.stride(-1) == 1 and apart

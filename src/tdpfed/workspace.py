@@ -173,8 +173,8 @@ class Turned(Workspace):
         pieces, rooms = self._room(a)
         views = iter(self._inner.split(a))
         computed: list[Callable[[], object]] = []
-        starts = accumulate(self.plan.dense.sizes, initial=0)
-        for tensor, (shape, rank), begin in zip(self.plan.dense.split(target), self._parameters, starts, strict=False):
+        starts = accumulate(self.plan.dense.sizes[:-1], initial=0)
+        for tensor, (shape, rank), begin in zip(self.plan.dense.split(target), self._parameters, starts, strict=True):
             if rank is not None and _is_large_matrix(shape):
                 first, room, second = (next(views) for _ in range(3))
                 out = [next(rooms).view_as(factor) for factor in (first, second)]

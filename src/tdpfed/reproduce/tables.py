@@ -139,7 +139,7 @@ def to_page(
         "paper's number is held against, named in the next column. `best personalised` is the highest of a run's "
         "evaluations. `local, after training` are clients' models before they are averaged. `seconds` of seeds that "
         "were computed together are those of them all."
-        + " Lines of 0 seeds are not computed." * any(line.seeds == 0 for table in made for line in table.lines)
+        + " Lines of 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
         + "\n"
     )
     parts += [f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}" for table in made]
