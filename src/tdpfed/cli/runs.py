@@ -161,7 +161,10 @@ def reproduce(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that the folder holds.")] = False,
     no_run: Annotated[
-        bool, typer.Option("--no-run", help="Compute nothing; write what the folder's finished runs give, wherever they were computed.")
+        bool,
+        typer.Option(
+            "--no-run", help="Compute nothing; write what the folder's finished runs give, wherever they were computed."
+        ),
     ] = False,
     data_root: DataRoot = None,
     json_: Json = False,
