@@ -35,6 +35,14 @@ def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def trained(name: str, model: str, threads: int, chunk: int | None = None) -> Simulation:
     torch.set_num_threads(threads)
     data = small.federation(CLIENTS, dtype=torch.float32)
