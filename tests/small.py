@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -80,6 +81,18 @@ def variants() -> dict[str, Algorithm]:
         "tdpfed als": TDPFed(**TDPFED, optimizer="als"),
         "tdpfed alternating": TDPFed(**TDPFED, factor_steps="alternating", optimizer="rmsprop", keep_theta=True),
     }
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """Return what a function of a module gives from now on, call by call."""
+    function, given = getattr(module, name), list[Any]()
+
+    def watch(*args: Any, **options: Any) -> Any:
+        given.append(function(*args, **options))
+        return given[-1]
+
+    monkeypatch.setattr(module, name, watch)
+    return given
 
 
 def train(algorithm: Algorithm, rounds: int = 2, *, model: str = "dense", **options: Any) -> Simulation:

@@ -75,3 +75,35 @@ def test_speed_in_readme(label: str) -> None:
         seconds, times = re.fullmatch(r"([\d.]+)(?: \(([\d.]+)\))?(?:, .*)?", cell).groups()  # type: ignore[union-attr]
         assert is_rounded(seconds, found), cell
         assert times is None or is_rounded(times, found / methods[method]["ours"]["median"]), cell
+
+
+def test_what_readme_says_beside_its_speed_table() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    dense, conv = (
+        json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))["methods"]
+        for name in ("peers", "peers-conv")
+    )
+
+    def of_turns(method: str, name: str) -> list[float]:
+        pairs = zip(*(dense[method][who]["medians_of_turns"] for who in (name, "ours")), strict=True)
+        return [theirs / ours for theirs, ours in pairs]
+
+    def of_all(methods: dict[str, Any], method: str) -> float:
+        ratio: float = methods[method]["plain loop"]["median"] / methods[method]["ours"]["median"]
+        return ratio
+
+    plain, fedavg, pfedme = of_turns("tdpfed", "plain loop"), of_turns("fedavg", "fedjax"), of_turns("pfedme", "fedjax")
+    said = {
+        r"plain loop took ([\d.]+) to ([\d.]+) times": (min(plain), max(plain)),
+        r"fedjax ([\d.]+) to ([\d.]+) times with FedAvg": (min(fedavg), max(fedavg)),
+        r"and ([\d.]+) to ([\d.]+) times with pFedMe": (min(pfedme), max(pfedme)),
+        r"momentum 0\.5 the plain loop takes ([\d.]+) times": (of_all(dense, "tdpfed-momentum"),),
+        r"it takes ([\d.]+) \(FedAvg\), ([\d.]+) \(pFedMe\) and ([\d.]+) \(TDPFed\)": tuple(
+            of_all(conv, method) for method in ("fedavg", "pfedme", "tdpfed")
+        ),
+    }
+    for pattern, values in said.items():
+        found = re.search(pattern, text)
+        assert found is not None, pattern
+        for number, value in zip(found.groups(), values, strict=True):
+            assert is_rounded(number, value), (pattern, number, value)

@@ -205,14 +205,7 @@ def test_a_start_that_is_forgotten_makes_factor_steps_cheaper(
     lam: float, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where eta_p lam is 1 theta is the anchor and something along the data."""
-    found: list[object] = []
-    stacked = workspace._stacked
-
-    def watched(*given: Any) -> Any:
-        found.append(stacked(*given))
-        return found[-1]
-
-    monkeypatch.setattr(workspace, "_stacked", watched)
+    found = small.watched(monkeypatch, workspace, "_stacked")
     wide_run(TDPFed(**COMMON, momentum=0.0, lam=lam))
     assert bool(found) == used
     assert all(stack is not None for stack in found)

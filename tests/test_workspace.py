@@ -1,11 +1,11 @@
 """A padded workspace gives what the plan itself does."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+import small
 from tdpfed import optim, workspace
 from tdpfed.plan import FactorPlan
 from tdpfed.several import Along
@@ -111,14 +111,7 @@ def test_steps_to_a_target_of_low_rank_are_the_steps(
     samples: int, lower: bool, clients: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the target has less numbers so: rank 7, the samples, and what fills up a multiple of eight."""
-    found: list[object] = []
-    stacked = workspace._stacked
-
-    def watched(*given: Any) -> Any:
-        found.append(stacked(*given))
-        return found[-1]
-
-    monkeypatch.setattr(workspace, "_stacked", watched)
+    found = small.watched(monkeypatch, workspace, "_stacked")
     monkeypatch.setattr(workspace, "LEAST_BLOCK", 3)
     monkeypatch.setattr(workspace, "BLOCK", 1)
     plan = FactorPlan.of({"bias": (7,), "fc.weight": (40, 90)}, 4.0)

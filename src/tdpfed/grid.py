@@ -146,7 +146,7 @@ def _check(path: Path, config: Config) -> None:
         RunFolder.check(path)
         return
     there = _configuration(path / CONFIG)
-    if RunFolder(path).done:  # wherever it was computed
+    if RunFolder(path).done:  # kept wherever it was computed
         there = there.model_copy(update={"run": there.run.model_copy(update={"device": config.run.device})})
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)

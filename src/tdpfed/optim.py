@@ -17,11 +17,11 @@ from tdpfed.recording import after_gradient
 from tdpfed.several import Steps, float32
 
 State = tuple[Tensor, ...]
-CACHE_LINE = 64
-"""Bytes; also what PyTorch's memory on a CPU is a multiple of."""
-
 Pieces = Sequence[tuple[int, Tensor]]
 InPlace = Callable[[Tensor, Pieces, State], Callable[[int], None]]
+
+CACHE_LINE = 64
+"""Bytes; where PyTorch's memory on a CPU begins is a multiple of it."""
 
 
 class Optimizer(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.engine import runners
 from tdpfed.engine.groups import Groups, StoppedError
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
@@ -62,9 +63,12 @@ def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str) -> None:
 def test_samples_drawn_for_all_are_those_that_chunks_draw_themselves(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draws = small.watched(monkeypatch, runners, "batch_indices")
     whole = trained(name, "dense", 2, 5)
-    monkeypatch.setattr("tdpfed.engine.runners.DRAWN_TOGETHER", 0)
+    once = len(draws)
+    monkeypatch.setattr(runners, "DRAWN_TOGETHER", 0)
     assert small.equal(whole, trained(name, "dense", 2, 5))
+    assert once < len(draws) - once  # in each round, and in each chunk
 
 
 def test_each_thread_has_its_share() -> None:
