@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -80,6 +81,17 @@ def test_each_thread_has_its_share() -> None:
     assert runner.lanes(CLIENTS) == (7, 1)
     assert runner.lanes(4) == (2, 4)  # threads that have no clients of their own help within
     assert runner.lanes(1) == (1, 8)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_spread_is_done_once_for_every_row(threads: int) -> None:
+    runner, parts = trained("fedavg", "dense", threads).runner, list[slice]()
+    runner.spread(CLIENTS, parts.append)
+    assert len(parts) == threads
+    assert sorted(row for part in parts for row in range(CLIENTS)[part]) == list(range(CLIENTS))
+    parts.clear()
+    replace(runner, kind="loop").spread(CLIENTS, parts.append)
+    assert parts == [slice(CLIENTS)]
 
 
 def test_few_parameters_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,24 @@ def test_rows_are_the_start_until_they_are_put(place: Any, tmp_path: Path) -> No
     assert torch.equal(store.rows(torch.tensor([1, 2]))["theta"], torch.full((2, 3), 9.0))
     assert not list(tmp_path.iterdir())
     assert store.spec == {"theta": "float32 (7, 3)", "seen": "int16 (7, 1)", "none": "float32 (7, 0)"}
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_rows_may_be_written_in_parts(rank: int) -> None:
+    whole, parts = (Store(START, 9, "ram", None, Ranks(rank, 2)) for _ in range(2))
+    ids, given, written = torch.tensor([7, 0, 3, 8, 5, 2]), rows(3, 1.0), list[slice]()
+    given["theta"] += torch.arange(3)[:, None]
+
+    def spread(count: int, task: Callable[[slice], None]) -> None:
+        written.extend(slice(row, row + 2) for row in range(0, count, 2))
+        for part in written:
+            task(part)
+
+    whole.put(ids, given)
+    parts.put(ids, given, spread)
+    assert len(written) == 2
+    for name, value in whole.rows(torch.arange(9)).items():
+        assert torch.equal(value, parts.rows(torch.arange(9))[name])
 
 
 def test_each_rank_holds_its_own() -> None:

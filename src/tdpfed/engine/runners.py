@@ -6,6 +6,7 @@ the same result on a CPU.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -75,6 +76,13 @@ class Runner:
             if not on_cpu:
                 return _joined([task() for task in tasks])
             return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
+
+    def spread(self, count: int, task: Callable[[slice], None]) -> None:
+        """Do a task for the rows of ``count`` clients: on a CPU in parts, by the threads that computed them."""
+        if self.kind == "loop" or self.federation.device.type != "cpu":
+            return task(slice(count))
+        self.groups.compute([partial(task, rows) for rows in self._chunks(count)], *self.lanes(count))
+        return None
 
     def batches(self, turn: Turn, index: Tensor | None = None) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``.

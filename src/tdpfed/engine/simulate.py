@@ -166,7 +166,7 @@ class Simulation:
                 return False, count
             server = self._aggregated(arrived, turn)
         if outcome is not None:
-            self.store.put(turn.clients, outcome.private)
+            self.store.put(turn.clients, outcome.private, self.runner.spread)
         self.server, self._trained = server, None if outcome is None else (turn.clients, outcome)
         return True, count
 

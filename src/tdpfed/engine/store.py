@@ -7,6 +7,7 @@ So memory, a round and a checkpoint cost what the participants do, however many 
 
 import math
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -21,6 +22,9 @@ from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
 
 Place = Literal["auto", "ram", "mmap"]
+Spread = Callable[[int, Callable[[slice], None]], None]
+"""Does a task for so many rows, which is given the rows of each part."""
+
 ASSIGNABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 
 
@@ -83,12 +87,20 @@ class Store:
                 assign(rows[name], known.to(value.device), value)
         return rows
 
-    def put(self, clients: Tensor, rows: State) -> None:
-        """Replace rows; ``rows`` are those of the clients that this process holds, all of which have trained now."""
+    def put(self, clients: Tensor, rows: State, spread: Spread | None = None) -> None:
+        """Replace rows; ``rows`` are those of the clients that this process holds, all of which have trained now.
+
+        ``spread`` does it in parts, side by side: fresh pages of memory cost more than what is written to them.
+        """
         ids = self.ranks.own(clients).cpu()
-        for name, value in self._values.items():
-            if len(ids) and value.numel():
-                assign(value, self._slots(ids).to(value.device), rows[name].to(value.device))
+        values = {name: value for name, value in self._values.items() if value.numel()}
+
+        def write(part: slice) -> None:
+            for name, value in values.items():
+                assign(value, self._slots(ids[part]).to(value.device), rows[name][part].to(value.device))
+
+        if len(ids):
+            write(slice(None)) if spread is None else spread(len(ids), write)
         self.touched[clients.cpu()] = True
 
     def whole(self) -> State:
