@@ -216,10 +216,10 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], 
     lines += [*glance(finished, study["glance"]), ""] if finished else []
     for setting, groups in finished.items():
         given, rounds = study["settings"][setting], next(iter(groups.values())).runs[0].rounds
-        settings = "".join(f", `{one}`" for one in given["set"])
+        seeds, settings = given["seeds"], "".join(f", `{one}`" for one in given["set"])
         lines += [
             f"## {setting}", "", verdict(groups), "", *table(groups, study["alone"]), "",
-            f"Preset `{given['preset']}`{settings}, {given['seeds']} seeds, {rounds} rounds.", "",
+            f"Preset `{given['preset']}`{settings}, {seeds} seed{'s' * (seeds != 1)}, {rounds} rounds.", "",
             f"![Accuracy against uploaded bytes]({slug(setting)}.svg)", "",
         ]  # fmt: skip
     runs = [run for groups in finished.values() for group in groups.values() for run in group.runs]

@@ -50,6 +50,9 @@ RANKS = {  # Table I: rank of each layer at compression 1.5 and 2
     },
 }  # fmt: skip
 
+ROUNDS = 800
+"""After so many rounds are the paper's numbers."""
+
 TITLES = {
     1: "CP ranks",
     2: "The two aggregation strategies",

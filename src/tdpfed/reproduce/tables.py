@@ -11,7 +11,7 @@ from tdpfed.models import from_spec
 from tdpfed.plan import FactorPlan
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.parse import Number
-from tdpfed.reproduce.paper import RANKS, TITLES, Row, Study
+from tdpfed.reproduce.paper import RANKS, ROUNDS, TITLES, Row, Study
 
 WORDS = {
     "personalized_accuracy": "personalised", "local_accuracy": "local, after training", "global_accuracy": "global",
@@ -139,6 +139,7 @@ def to_page(
         "paper's number is held against, named in the next column. `best personalised` is the highest of a run's "
         "evaluations. `local, after training` are clients' models before they are averaged. `seconds` of seeds that "
         "were computed together are those of them all."
+        + f" The paper's numbers are after {ROUNDS} rounds." * (origin["rounds"] != [ROUNDS])
         + " Lines of 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
         + "\n"
     )
