@@ -92,6 +92,7 @@ def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Pa
     assert f"| AFM, x2 | 98.97 | {result['tables']['2'][0]['ours']['mean']:.2f} ±" in page
     assert "figure-2.png" in page
     assert "The paper's numbers are after 800 rounds." in page
+    assert "after 800 rounds" not in (Path(__file__).parents[1] / "results/mnist/README.md").read_text(encoding="utf-8")
     again = run(tmp_path, tables=(1, 2), figures=(2, 3))[1]
     assert all(outcome.kept for outcome in again)
 

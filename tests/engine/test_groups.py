@@ -7,16 +7,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import small
-from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.algorithms import FedAvg, Local, PFedMe, TDPFed
 from tdpfed.engine import runners
 from tdpfed.engine.groups import Groups, StoppedError
+from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 
@@ -84,14 +85,43 @@ def test_each_thread_has_its_share() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_is_spread_is_done_once_for_every_row(threads: int) -> None:
+def test_what_is_spread_is_done_once_for_every_row_and_side_by_side(threads: int) -> None:
     runner, parts = trained("fedavg", "dense", threads).runner, list[slice]()
-    runner.spread(CLIENTS, parts.append)
+    together = threading.Barrier(threads)
+
+    def task(part: slice) -> None:
+        parts.append(part)
+        together.wait(timeout=20)  # breaks if one waits for the other
+
+    runner.spread(CLIENTS, task)
     assert len(parts) == threads
     assert sorted(row for part in parts for row in range(CLIENTS)[part]) == list(range(CLIENTS))
     parts.clear()
     replace(runner, kind="loop").spread(CLIENTS, parts.append)
     assert parts == [slice(CLIENTS)]
+
+
+def test_a_share_of_the_clients_is_kept_by_as_many_threads_as_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is all participants that say how many: threads of another number would be started twice a round."""
+    shapes, compute = list[tuple[int, int]](), Groups.compute
+
+    def watch(self: Groups, tasks: Any, threads: int, within: int) -> Any:
+        shapes.append((threads, within))
+        return compute(self, tasks, threads, within)
+
+    monkeypatch.setattr(Groups, "compute", watch)
+    monkeypatch.setattr(Ranks, "shared", lambda _, part, bad, __: (part, bad))
+    torch.set_num_threads(4)
+    data = small.federation(CLIENTS, dtype=torch.float32)
+    alone = Local(**small.COMMON)  # nothing is sent, so nobody is waited for
+    Simulation(small.MODELS["dense"](), data, alone, ranks=Ranks(0, 4)).step()
+    assert shapes == [(4, 1), (4, 1)]
+
+
+def test_threads_follow_inference_mode() -> None:
+    with torch.inference_mode():
+        one, two = trained("fedavg", "dense", 1), trained("fedavg", "dense", 2)
+    assert small.equal(one, two)
 
 
 def test_few_parameters_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

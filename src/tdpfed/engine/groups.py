@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -76,11 +76,13 @@ class Groups:
     def _side_by_side(self, tasks: Sequence[Callable[[], Result]], helpers: int, within: int) -> list[Result]:
         left, results = deque(enumerate(tasks)), dict[int, Result]()
         self._stopping = stopping = threading.Event()  # of this call alone
+        mode = torch.inference_mode if torch.is_inference_mode_enabled() else nullcontext  # each thread has its own
 
         def work() -> None:
             try:
-                while (one := _next(left)) is not None and not stopping.is_set():
-                    results[one[0]] = one[1]()
+                with mode():
+                    while (one := _next(left)) is not None and not stopping.is_set():
+                        results[one[0]] = one[1]()
             except BaseException:
                 stopping.set()
                 raise

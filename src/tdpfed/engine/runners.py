@@ -77,12 +77,13 @@ class Runner:
                 return _joined([task() for task in tasks])
             return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
 
-    def spread(self, count: int, task: Callable[[slice], None]) -> None:
-        """Do a task for the rows of ``count`` clients: on a CPU in parts, by the threads that computed them."""
+    def spread(self, count: int, task: Callable[[slice], None], participants: int | None = None) -> None:
+        """Call a task with slices that cover ``count`` clients: on a CPU side by side, as :meth:`run` computes them."""
         if self.kind == "loop" or self.federation.device.type != "cpu":
-            return task(slice(count))
-        self.groups.compute([partial(task, rows) for rows in self._chunks(count)], *self.lanes(count))
-        return None
+            task(slice(count))
+        else:
+            tasks = [partial(task, rows) for rows in self._chunks(count)]
+            self.groups.compute(tasks, *self.lanes(participants or count))
 
     def batches(self, turn: Turn, index: Tensor | None = None) -> Batches:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``.

@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -166,7 +166,7 @@ class Simulation:
                 return False, count
             server = self._aggregated(arrived, turn)
         if outcome is not None:
-            self.store.put(turn.clients, outcome.private, self.runner.spread)
+            self.store.put(turn.clients, outcome.private, partial(self.runner.spread, participants=len(turn.clients)))
         self.server, self._trained = server, None if outcome is None else (turn.clients, outcome)
         return True, count
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from tdpfed.algorithms.base import State
 from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.signals import ctrl_c_waits
 
 Place = Literal["auto", "ram", "mmap"]
 Spread = Callable[[int, Callable[[slice], None]], None]
-"""Does a task for so many rows, which is given the rows of each part."""
+"""Calls a task with slices that together cover so many rows."""
 
 ASSIGNABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 
@@ -99,9 +100,12 @@ class Store:
             for name, value in values.items():
                 assign(value, self._slots(ids[part]).to(value.device), rows[name][part].to(value.device))
 
-        if len(ids):
-            write(slice(None)) if spread is None else spread(len(ids), write)
-        self.touched[clients.cpu()] = True
+        with ctrl_c_waits():  # no row of this round beside those of the last
+            if len(ids) and values and spread is not None:
+                spread(len(ids), write)
+            elif len(ids):
+                write(slice(None))
+            self.touched[clients.cpu()] = True
 
     def whole(self) -> State:
         """Return the rows of all clients that this process holds: its own tensors, not copies."""

@@ -51,7 +51,7 @@ RANKS = {  # Table I: rank of each layer at compression 1.5 and 2
 }  # fmt: skip
 
 ROUNDS = 800
-"""After so many rounds are the paper's numbers."""
+"""Rounds after which the paper reports."""
 
 TITLES = {
     1: "CP ranks",
