@@ -79,6 +79,7 @@ def variants() -> dict[str, Algorithm]:
         "tdpfed": TDPFed(**TDPFED),
         "tdpfed act": TDPFed(**TDPFED, aggregation="act", beta=0.7),
         "tdpfed als": TDPFed(**TDPFED, optimizer="als"),
+        "tdpfed run": TDPFed(**TDPFED, optimizer_state="run"),
         "tdpfed alternating": TDPFed(**TDPFED, factor_steps="alternating", optimizer="rmsprop", keep_theta=True),
     }
 

@@ -1,6 +1,7 @@
 """The functional optimisers against ``torch.optim``."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ PAIRS: dict[str, tuple[optim.Optimizer, Callable[[list[nn.Parameter]], torch.opt
     "nesterov": (optim.nesterov(LR, 0.8), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.8, nesterov=True)),
     "nesterov without momentum": (optim.nesterov(LR, 0.0), lambda p: torch.optim.SGD(p, lr=LR)),
     "adam": (optim.adam(LR), lambda p: torch.optim.Adam(p, lr=LR)),
+    "adam that counts": (optim.adam(LR, counting=True), lambda p: torch.optim.Adam(p, lr=LR)),
     "adagrad": (optim.adagrad(LR), lambda p: torch.optim.Adagrad(p, lr=LR)),
     "rmsprop": (optim.rmsprop(LR), lambda p: torch.optim.RMSprop(p, lr=LR)),
 }
@@ -43,6 +45,28 @@ def test_ten_steps_equal_torch(name: str, lead: tuple[int, ...]) -> None:
         rule.step()
         torch.testing.assert_close(a, parameter.detach(), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(a, start, atol=0.1)
+
+
+def kernels_of_a_gpu(a: Tensor, g: Tensor, state: optim.State, _: int) -> tuple[Tensor, optim.State]:
+    return optim._counted_adam(a, g, state, LR, 0.9, 0.999, 1e-8)
+
+
+@pytest.mark.parametrize("step", [optim.adam(LR, counting=True).step, kernels_of_a_gpu], ids=["step", "gpu"])
+def test_clients_that_go_on_after_different_numbers_of_steps_equal_torch(step: Any) -> None:
+    start = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parameters = [nn.Parameter(row.clone()) for row in start]
+    theirs = [torch.optim.Adam([parameter], lr=LR) for parameter in parameters]
+    a, state = start, optim.adam(LR, counting=True).init(start)
+    for chosen in ([0], [0, 2], [0, 2], [0, 1, 2], [1]):
+        part, moved = step(a[chosen], gradient(a[chosen]), tuple(value[chosen] for value in state), 99)
+        a, state = a.clone(), tuple(value.clone() for value in state)
+        for whole, rows in zip((a, *state), (part, *moved), strict=True):
+            whole[chosen] = rows
+        for client in chosen:
+            parameters[client].grad = gradient(parameters[client].detach())
+            theirs[client].step()
+    assert state[2].flatten().tolist() == [4, 2, 3]
+    torch.testing.assert_close(a, torch.stack([p.detach() for p in parameters]), rtol=1e-12, atol=1e-12)
 
 
 def test_names() -> None:

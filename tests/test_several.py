@@ -177,11 +177,12 @@ COMMON: dict[str, Any] = {"tau": 3, "s": 3, "batch_size": 4, "eta": 1e-3, "eta_p
     [
         FedAvg(tau=3, batch_size=4), PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON),
         TDPFed(**COMMON, momentum=0.0),
-        TDPFed(**COMMON, optimizer_state="local-round"), TDPFed(**COMMON, momentum=0.0, lam=50.0),
+        TDPFed(**COMMON, optimizer_state="local-round"), TDPFed(**COMMON, optimizer_state="run"),
+        TDPFed(**COMMON, momentum=0.0, lam=50.0),
     ],
     ids=[
         "fedavg", "pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round",
-        "tdpfed start forgotten",
+        "tdpfed run", "tdpfed start forgotten",
     ],
 )  # fmt: skip
 def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: FedAvg | PFedMe | TDPFed) -> None:

@@ -5,6 +5,7 @@ the first step. A step never changes ``a`` or the gradient, but it may reuse the
 rules agree with ``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its default settings.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -109,16 +110,20 @@ def proximal(lr: float, lam: float, momentum: float, steps: int) -> Callable[[Gr
     return take
 
 
-def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """Adam with bias correction."""
+def adam(
+    lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, *, counting: bool = False
+) -> Optimizer:
+    """Adam with bias correction; one that is ``counting`` has each client's steps in its state, and so may go on."""
 
     def step(a: Tensor, g: Tensor, state: State, count: int) -> tuple[Tensor, State]:
+        if a.is_cuda and counting:
+            return _counted_adam(a, g, state, lr, beta1, beta2, eps)
         if a.is_cuda:
             # Both bias corrections folded into two scalars, one pass over the vector less each.
             root = (1 - beta2**count) ** 0.5
             return _adam_kernel(a, g, state, beta1, beta2, lr * root / (1 - beta1**count), eps * root)
         moved = a.clone(memory_format=torch.contiguous_format)
-        flat = [tensor.reshape(-1, a.shape[-1]) for tensor in (moved, g.contiguous(), *state)]
+        flat = [tensor.view(-1, tensor.shape[-1]) for tensor in (moved, g.contiguous(), *state)]
         in_place(flat[0], [(0, flat[1])], tuple(flat[2:]))(count)
         return moved, state
 
@@ -126,22 +131,35 @@ def adam(lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8)
         # One pass instead of six; client by client, so that the bits of one do not depend on its company.
         values, means, squares = (
             [row for begin, piece in gradient for row in tensor.narrow(1, begin, piece.shape[1]).unbind()]
-            for tensor in (a, *state)
+            for tensor in (a, *state[:2])
         )
         grads = [row for _, piece in gradient for row in piece.unbind()]
+        taken = [row.view(()) for row in state[2]] * len(gradient) if counting else []
 
         def step(count: int) -> None:
+            if counting:
+                state[2].add_(1)
             torch._fused_adam_(
-                values, grads, means, squares, [], [torch.tensor(float(count))] * len(values), lr=lr, beta1=beta1,
-                beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
+                values, grads, means, squares, [], taken or [torch.tensor(float(count))] * len(values), lr=lr,
+                beta1=beta1, beta2=beta2, weight_decay=0.0, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
 
         return step
 
     def init(a: Tensor) -> State:
-        return tuple(torch.zeros_like(a, memory_format=torch.contiguous_format) for _ in range(2))
+        moments = tuple(torch.zeros_like(a, memory_format=torch.contiguous_format) for _ in range(2))
+        return (*moments, a.new_zeros(*a.shape[:-1], 1)) if counting else moments
 
     return Optimizer(init, step, in_place)
+
+
+def _counted_adam(
+    a: Tensor, g: Tensor, state: State, lr: float, beta1: float, beta2: float, eps: float
+) -> tuple[Tensor, State]:
+    """Adam's step where clients may have taken different numbers of steps before."""
+    mean, square, taken = torch.lerp(state[0], g, 1 - beta1), beta2 * state[1] + (1 - beta2) * g * g, state[2] + 1
+    first, second = (-torch.expm1(taken * math.log(beta)) for beta in (beta1, beta2))
+    return a - lr / first * mean / ((square / second).sqrt() + eps), (mean, square, taken)
 
 
 def _adam_kernel(

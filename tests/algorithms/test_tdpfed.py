@@ -1,5 +1,6 @@
 """TDPFed's variants, each against a plain loop over one client in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import small
 from tdpfed.algorithms import TDPFed, Turn
 from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulate import Simulation
+from tdpfed.errors import TDPFedError
 from tdpfed.plan import FactorPlan
 
 CLIENT = 2
@@ -99,6 +101,47 @@ def test_factor_optimisers(optimizer: Any, state: Any, steps: Any) -> None:
     torch.testing.assert_close(theta, expected_theta, rtol=1e-7, atol=1e-8)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["one client", "clients"])
+@pytest.mark.parametrize("model", small.MODELS)
+def test_an_optimiser_that_goes_on_makes_two_rounds_one(optimizer: Any, lead: tuple[int, ...], model: str) -> None:
+    """A client's two rounds, the second from its own upload and theta, against one of twice the local rounds."""
+    twice = settings(optimizer=optimizer, tau=2 * small.TDPFED["tau"], keep_theta=True)
+    simulation = Simulation(small.MODELS[model](), small.federation(), twice)
+    long = simulation.algorithm
+    assert isinstance(long, TDPFed)
+    halves = [replace(long, tau=small.TDPFED["tau"], optimizer_state=state) for state in ("run", "round")]
+    turn = Turn(0, 1, torch.arange(2).expand(lead) if lead else torch.tensor(CLIENT))
+    batches, grad = simulation.runner.batches(turn), simulation.objective.gradient
+    message = long.broadcast(simulation.server, turn)
+
+    def begun(algorithm: TDPFed) -> dict[str, Tensor]:
+        start = algorithm.init_private(simulation.objective.initial().double())
+        return {name: value.expand(*lead, *value.shape) for name, value in start.items()}
+
+    def rounds(algorithm: TDPFed) -> tuple[Tensor, Tensor]:
+        sent, private = dict(message), begun(algorithm)
+        for first in range(0, twice.tau, algorithm.tau):
+            kept = {name: value.clone() for name, value in private.items()}
+            new, sent, _ = algorithm.update(sent, private, lambda t, first=first: batches(first + t), grad, turn)  # type: ignore[misc]
+            assert all(torch.equal(private[name], value) for name, value in kept.items())
+            assert {name: value.shape for name, value in new.items()} == {n: v.shape for n, v in private.items()}
+            private = new
+        return private["theta"], sent["factors"]
+
+    expected, goes_on, afresh = rounds(long), *(rounds(half) for half in halves)
+    for one, other in zip(goes_on, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    if optimizer != "gd":
+        assert float((afresh[1] - expected[1]).norm()) > 1e-6
+
+
+@pytest.mark.parametrize("option", [{"optimizer": "als"}, {"factor_steps": "alternating"}])
+def test_what_has_no_state_of_its_own_cannot_go_on(option: Any) -> None:
+    with pytest.raises(TDPFedError, match="optimizer_state: 'run' given, must be 'round' or 'local-round' with"):
+        settings(optimizer_state="run", **option)
+
+
 def test_variants_differ() -> None:
     """Otherwise the test above could not tell them apart."""
     options: list[dict[str, Any]] = [
@@ -162,7 +205,7 @@ def test_als_never_increases_the_distance(model: str, damping: float) -> None:
     steps = bound.local_rounds(
         message, simulation.private, simulation.runner.batches(turn), simulation.objective.gradient
     )
-    for theta, factors, _ in steps:
+    for theta, factors, *_ in steps:
         a = factors()
         old = (theta - bound.plan.compose(before.contiguous())).norm(dim=-1)
         new = (theta - bound.plan.compose(a)).norm(dim=-1)

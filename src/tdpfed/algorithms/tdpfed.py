@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
 from tdpfed.several import Along
 from tdpfed.workspace import Turned, Workspace
+
+
+class LocalRound(NamedTuple):
+    """What a local round came to; the factors and the optimiser's state can be had until the next one."""
+
+    theta: Tensor
+    factors: Callable[[], Tensor]
+    optimizer: Callable[[], State]
+    loss: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +55,8 @@ class TDPFed(Algorithm):
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
         "adam", "what moves the factors; als is one damped least-squares sweep in place of the s' steps"
     )
-    optimizer_state: Literal["round", "local-round"] = hyper(
-        "round", "when the factor optimiser starts afresh: each communication round, or each local round"
+    optimizer_state: Literal["round", "local-round", "run"] = hyper(
+        "round", "when the factor optimiser starts afresh: each communication round, each local round, or once in a run"
     )
     factor_steps: Literal["joint", "alternating"] = hyper("joint", "move all factors of a tensor at once, or in turn")
     als_damping: float = hyper(1.0, "als: how strongly factors are held near their previous value", least=0)
@@ -59,6 +68,11 @@ class TDPFed(Algorithm):
         if self.optimizer == "als" and self.factor_steps == "alternating":
             raise TDPFedError(
                 "factor_steps: 'alternating' given, must be 'joint' with optimizer 'als', which alternates itself"
+            )
+        if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
+            raise TDPFedError(
+                "optimizer_state: 'run' given, must be 'round' or 'local-round' with optimizer 'als' or factor_steps "
+                "'alternating'"
             )
 
     @cached_property
@@ -90,33 +104,59 @@ class TDPFed(Algorithm):
         return to_each(server, turn)
 
     def init_private(self, theta: Tensor) -> State:
-        """Keep theta and, where rounds start from it, whether there has been one."""
-        return {"theta": theta, "seen": theta.new_zeros(1)} if self.keep_theta else {"theta": theta}
+        """Keep theta, where rounds start from it whether there has been one, and what the optimiser goes on from."""
+        seen = {"seen": theta.new_zeros(1)} if self.keep_theta else {}
+        factors = theta.new_zeros(self.plan.factors.size)
+        begun = self._rule.init(factors) if self.optimizer_state == "run" else ()
+        return {"theta": theta, **seen, **{f"optimizer{n}": value for n, value in enumerate(begun)}}
 
     def update(
         self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
     ) -> tuple[State, State, State]:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
         del turn
-        theta, factors, loss = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
-        kept = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
-        return {"theta": theta, **kept}, {"factors": factors()}, {"loss": loss}
+        last = deque(self.local_rounds(message, private, batches, grad), maxlen=1).pop()
+        seen = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
+        return {"theta": last.theta, **seen, **last.optimizer()}, {"factors": last.factors()}, {"loss": last.loss}
 
-    def local_rounds(
-        self, message: State, private: State, batches: Batches, grad: Grad
-    ) -> Iterator[tuple[Tensor, Callable[[], Tensor], Tensor]]:
-        """Yield theta, what gives the factors (until the next one) and the loss after each local round."""
+    def local_rounds(self, message: State, private: State, batches: Batches, grad: Grad) -> Iterator["LocalRound"]:
+        """Yield what each local round came to."""
         theta, space = self._full(message), self._workspace(message["factors"])
         a = space.pack(message["factors"])
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
         personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
-        state: optim.State | None = None
+        state = self._continued(private, a, space)
         for t in range(self.tau):
             # Steps may be taken in theta's memory, and what was yielded stays.
             theta, loss, along = personal(grad, optim.own_copy(theta), batches(t), space.compose(a))
             a, state = self._move_factors(a, space.target(theta), along, space, state, t)
-            yield theta, partial(space.unpack, a), loss
+            yield LocalRound(theta, partial(space.unpack, a), partial(self._carried, state, private, space), loss)
+
+    def _continued(self, private: State, a: Tensor, space: Workspace) -> "optim.State | None":
+        """Return the optimiser's state after a client's last round, packed as ``a`` is; None if it starts afresh."""
+        if self.optimizer_state != "run":
+            return None
+        counts = (*a.shape[:-1], 1)
+        kept = (private[name] for name in private if name.startswith("optimizer"))
+        return tuple((value.reshape(counts) if value.shape[-1] == 1 else space.pack(value)).clone() for value in kept)
+
+    def _carried(self, state: "optim.State | None", private: State, space: Workspace) -> State:
+        """Return the optimiser's state as clients keep it: nothing, if it starts afresh."""
+        if self.optimizer_state != "run" or state is None:
+            return {}
+        names = (name for name in private if name.startswith("optimizer"))
+        return {
+            name: value.reshape(private[name].shape) if value.shape[-1] == 1 else space.unpack(value)
+            for name, value in zip(names, state, strict=True)
+        }
+
+    @cached_property
+    def _rule(self) -> optim.Optimizer:
+        """What moves the factors; one that goes on in the next round counts its steps."""
+        if self.optimizer == "adam" and self.optimizer_state == "run":
+            return optim.adam(self.eta, counting=True)
+        return optim.BY_NAME[self.optimizer](self.eta)
 
     def _move_factors(
         self, a: Tensor, theta: Tensor, along: Along | None, space: Workspace, state: "optim.State | None", t: int
@@ -124,7 +164,7 @@ class TDPFed(Algorithm):
         """Take ``s_prime`` steps on ``lam/2 ||theta - [[A]]||^2`` in the factors (eqs. 16 to 18)."""
         if self.optimizer == "als":
             return self.plan.refine(a, theta, sweeps=1, damping=self.als_damping), None
-        rule = optim.BY_NAME[self.optimizer](self.eta)
+        rule = self._rule
         fresh = state is None or self.optimizer_state == "local-round"
         moments = rule.init(a) if fresh or state is None else state
         steps = range(1, self.s_prime + 1) if fresh else range(t * self.s_prime + 1, (t + 1) * self.s_prime + 1)

@@ -53,11 +53,11 @@ def diagnose(
     mean = share @ gradients.double()
     message = algorithm.broadcast(server, turn)
     drift, before = torch.zeros_like(share), a
-    for theta, factors, _ in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):
-        along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), theta)
+    for local in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):
+        along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), local.theta)
         drift += (along - gradients).double().square().sum(-1) / algorithm.tau
-        before = factors()
-    distance = (theta - algorithm.plan.compose(a)).double().square().sum(-1)
+        before = local.factors()
+    distance = (local.theta - algorithm.plan.compose(a)).double().square().sum(-1)
     return {
         "gradient_norm": float(mean.square().sum()),
         "distance": float(share @ distance),
