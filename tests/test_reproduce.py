@@ -1,6 +1,7 @@
 """The paper's tables: our ranks are its ranks, every row has a run, and what is written is what the runs came to."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Pa
         ]
         mean = 100 * sum(one["personalized_accuracy"] for one in summaries) / 2
         assert line["ours"]["mean"] == pytest.approx(mean)
+        curves = [
+            [json.loads(text)["personalized_accuracy"] for text in path.read_text().splitlines()]
+            for path in (tmp_path / "runs" / f"{line['run']}-seed{seed}" / "metrics.jsonl" for seed in (0, 1))
+        ]
+        assert line["late"]["mean"] == pytest.approx(50 * sum(statistics.median(curve[-10:]) for curve in curves))
+        assert line["megabytes_down"] == pytest.approx(sum(one["downlink_bytes"] for one in summaries) / 2e6)
         assert line["megabytes_up"] == pytest.approx(sum(one["uplink_bytes"] for one in summaries) / 2e6)
     page = (tmp_path / "README.md").read_text()
     assert f"| AFM, x2 | 98.97 | {result['tables']['2'][0]['ours']['mean']:.2f} ±" in page

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ from tdpfed.models import from_spec
 from tdpfed.plan import FactorPlan
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.parse import Number
-from tdpfed.reproduce.paper import RANKS, ROUNDS, TITLES, Row, Study
+from tdpfed.reproduce.paper import OURS, RANKS, ROUNDS, TITLES, Row, Study
 
 WORDS = {
     "personalized_accuracy": "personalised", "local_accuracy": "local, after training", "global_accuracy": "global",
 }  # fmt: skip
+LATE = 10
+"""How many of the last evaluations count as late."""
+
 HEADS = (
-    "", "paper", "ours", "of", "difference", "personalised", "global", "best personalised", "MB up per round",
-    "MB up in all", "seconds", "seeds",
+    "", "paper", "ours", "of", "difference", "personalised", "late", "best", "global", "MB up per round",
+    "MB down per round", "MB up in all", "seconds", "seeds",
 )  # fmt: skip
 
 
@@ -29,9 +33,11 @@ class Line:
     row: Row
     ours: Stat
     personalized: Stat
-    global_: Stat
+    late: Stat  # personalised, the median of the last evaluations
     best: Stat
+    global_: Stat
     megabytes: Number
+    megabytes_down: Number
     rounds: Number
     seconds: Stat
     seeds: int
@@ -60,14 +66,21 @@ def _line(row: Row, group: Group | None) -> Line:
         found = group.stat(figure)
         return Stat(*(None if value is None else 100 * value for value in (found.mean, found.spread)))
 
-    sent, rounds, seconds = (None, None, Stat(None)) if group is None else (
-        group.stat("uplink_bytes").mean, group.stat("rounds").mean, group.stat("seconds")
+    up, down, rounds, seconds = (Stat(None),) * 4 if group is None else (
+        group.stat("uplink_bytes"), group.stat("downlink_bytes"), group.stat("rounds"), group.stat("seconds")
     )  # fmt: skip
+    sent, received = (None if bytes_.mean is None else bytes_.mean / 1e6 for bytes_ in (up, down))
     return Line(
-        row, stat(row.accuracy), stat("personalized_accuracy"), stat("global_accuracy"),
-        stat("best_personalized_accuracy"), None if sent is None else sent / 1e6, rounds, seconds,
-        0 if group is None else len(group.counted),
+        row, stat(row.accuracy), stat("personalized_accuracy"), _late(group), stat("best_personalized_accuracy"),
+        stat("global_accuracy"), sent, received, rounds.mean, seconds, 0 if group is None else len(group.counted),
     )  # fmt: skip
+
+
+def _late(group: Group | None) -> Stat:
+    """Return the median of the last evaluations, which one bad round does not move."""
+    runs = () if group is None else group.counted
+    curves = [[value for value in run.series["personalized_accuracy"][-LATE:] if value is not None] for run in runs]
+    return Stat.of([100 * statistics.median(curve) if curve else None for curve in curves])
 
 
 def _ranks(model: str) -> list[tuple[str, str, int, int, int, int]]:
@@ -84,24 +97,31 @@ def _ranks(model: str) -> list[tuple[str, str, int, int, int, int]]:
 
 def cells(line: Line) -> list[str]:
     """Return a line's text, column by column."""
-    per_round = line.megabytes / line.rounds if line.megabytes is not None and line.rounds else None
+    up, down = (
+        total / line.rounds if total is not None and line.rounds else None
+        for total in (line.megabytes, line.megabytes_down)
+    )
     difference = None
     if line.ours.mean is not None and line.row.paper is not None:
         difference = line.ours.mean - line.row.paper
     return [
         line.row.label, _number(line.row.paper), _stat(line.ours), WORDS[line.row.accuracy],
-        "-" if difference is None else f"{difference:+.2f}", _stat(line.personalized), _stat(line.global_),
-        _stat(line.best), _number(per_round), _number(line.megabytes), _number(line.seconds.mean, 0),
-        str(line.seeds),
+        "-" if difference is None else f"{difference:+.2f}", _stat(line.personalized), _stat(line.late),
+        _stat(line.best), _stat(line.global_), _number(up), _number(down), _number(line.megabytes),
+        _number(line.seconds.mean, 0), str(line.seeds),
     ]  # fmt: skip
 
 
 def as_dict(line: Line) -> dict[str, Any]:
     """Return a line as plain values."""
-    stats = {"ours": line.ours, "personalised": line.personalized, "global": line.global_, "best": line.best}
+    stats = {
+        "ours": line.ours, "personalised": line.personalized, "late": line.late, "global": line.global_,
+        "best": line.best,
+    }  # fmt: skip
     plain = {name: {"mean": stat.mean, "sd": stat.spread} for name, stat in stats.items()}
     settings = {"label": line.row.label, "run": line.row.run, "paper": line.row.paper, "of": line.row.accuracy}
-    return {**settings, **plain, "megabytes_up": line.megabytes, "rounds": line.rounds, "seeds": line.seeds}
+    sent = {"megabytes_up": line.megabytes, "megabytes_down": line.megabytes_down}
+    return {**settings, **plain, **sent, "rounds": line.rounds, "seeds": line.seeds}
 
 
 def to_csv(table: Table) -> str:
@@ -136,14 +156,19 @@ def to_page(
     parts = [f"# The paper's experiments, preset `{study.preset}`: {rounds} rounds, {seeds} seed{'s' * (seeds != 1)}\n"]
     parts.append(
         "Accuracies in per cent after the last round, mean ± standard deviation over seeds. `ours` is the accuracy the "
-        "paper's number is held against, named in the next column. `best personalised` is the highest of a run's "
-        "evaluations. `local, after training` are clients' models before they are averaged. `seconds` of seeds that "
-        "were computed together are those of them all."
+        "paper's number is held against, named in the next column. `late` and `best` are the median of a run's last "
+        f"{LATE} personalised accuracies and the highest of all. `local, after training` are clients' models before "
+        "they are averaged. `seconds` of seeds that were computed together are those of them all, and runs that shared "
+        "a machine took longer for it."
         + f" The paper's numbers are after {ROUNDS} rounds." * (origin["rounds"] != [ROUNDS])
         + " Lines of 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
         + "\n"
     )
-    parts += [f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}" for table in made]
+    for table in made:
+        parts.append(f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}")
+        ours = [line.row for line in table.lines if line.row.run.endswith(OURS)]
+        given = "".join(f"- {row.label}: {' '.join(f'`{one}`' for one in study.runs[row.run])}\n" for row in ours)
+        parts += [f"Settings beside those of the preset:\n\n{given}"] if ours else []
     for image in images:
         if image.suffix == ".png":
             parts.append(f"## {image.stem.replace('-', ' ').capitalize()}\n\n![{image.stem}]({image.name})\n")
