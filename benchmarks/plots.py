@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
 OUT = Path(__file__).parents[1] / "docs" / "performance.svg"
-NAMES = {"fedavg": "FedAvg", "pfedme": "pFedMe", "tdpfed": "TDPFed, 2 local rounds"}
+NAMES = {"fedavg": "FedAvg, 23 local rounds", "pfedme": "pFedMe, 23", "tdpfed": "TDPFed, 2"}
 
 
 def cases(what: str) -> list[dict[str, Any]]:

@@ -66,6 +66,18 @@ def left() -> list[str]:
     return sorted(str(path) for path in Path().rglob("*") if path.is_file())
 
 
+@pytest.mark.parametrize("chosen", [1, 4])
+def test_the_summary_says_how_many_clients_have_trained(
+    chosen: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """One that has not counts with the common start: with few participants personal accuracy is low at first."""
+    more = ("run.rounds=1", f"participation.clients={chosen}", "participation.train=selected")
+    assert call(["run", *options(*more), "--out", "run"], monkeypatch) == 0
+    assert json.loads(Path("run/summary.json").read_text())["clients_trained"] == chosen
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("1, 4, of whom 1 have trained" in told) == (chosen == 1)
+
+
 def test_one_line_of_json_and_a_run_folder() -> None:
     done = real("run", *options("run.evaluate_every=2"), "--out", "my/run", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -165,7 +165,8 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     """Return what a run came to."""
     caption = (
         "accuracy: right answers over all, on the clients' held-out samples. personalised: each client's own model "
-        "after its last training; local: what clients report to the server; global: the server's model"
+        "after its last training, and the common start of those never chosen; local: what clients report to the "
+        "server; global: the server's model"
     )
     title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
     table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
@@ -173,6 +174,8 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     table.add_column(overflow="fold")
     up, down = summary["uplink_bytes"] / 1e6, summary["downlink_bytes"] / 1e6
     rate = summary["compression_rate"]
+    trained = summary.get("clients_trained", summary["clients"])
+    some = "" if trained == summary["clients"] else f", of whom {trained} have trained"
     best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])
     rows = {
         "personalised accuracy": percent(summary["personalized_accuracy"]),
@@ -181,7 +184,7 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
         "global model accuracy": percent(summary["global_accuracy"]),
         "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
         "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
-        "rounds, clients": f"{summary['rounds']}, {summary['clients']}",
+        "rounds, clients": f"{summary['rounds']}, {summary['clients']}{some}",
         "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",
         "run folder": folder,
     }

@@ -50,7 +50,9 @@ def test_idx_of_another_kind_or_shape_is_refused(tmp_path: Path) -> None:
         read_idx(path, 0x08, 3, 5)
 
 
-@pytest.mark.parametrize("content", [b"no gzip at all", gzip.compress(idx(IMAGES))[:-9], b""], ids=["no", "cut", "none"])
+@pytest.mark.parametrize(
+    "content", [b"no gzip at all", gzip.compress(idx(IMAGES))[:-9], b""], ids=["no", "cut", "empty"]
+)
 def test_broken_gzip_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.gz"
     path.write_bytes(content)
