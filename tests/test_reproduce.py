@@ -3,6 +3,7 @@
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.grid import run_cells
 from tdpfed.reproduce.experiment import cells_of, choose, find, write
 from tdpfed.reproduce.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
-from tdpfed.reproduce.tables import make
+from tdpfed.reproduce.tables import _late, make, to_page
 
 SMALL = ["data.name=digits", "data.clients=5", "algorithm.tau=1", "run.device=cpu"]
 
@@ -167,3 +168,23 @@ def test_without_a_choice_everything_is_made() -> None:
     study = STUDIES["cifar10"]
     assert choose(study, (), ()) == (tuple(TITLES), (4, 5))
     assert choose(study, (3, 3), ()) == ((3,), ())
+
+
+def test_late_is_the_median_of_the_last_ten_evaluations() -> None:
+    first = [*[1.0] * 6, *[0.5] * 4, None, *[0.7] * 4, 0.1]  # of the last ten one is missing and one is a dip
+    runs = [SimpleNamespace(series={"personalized_accuracy": values}) for values in (first, [0.9] * 12)]
+    late = _late(SimpleNamespace(counted=runs))  # type: ignore[arg-type]
+    assert late.mean == pytest.approx(70.0)
+    assert late.spread == pytest.approx(20 * 2**0.5)
+    assert _late(None).mean is None
+
+
+def test_a_page_says_what_our_configuration_is() -> None:
+    study = STUDIES["cifar10"]
+    origin: dict[str, Any] = {"command": "c", "commits": [], "devices": [], "versions": [], "seeds": [0], "date": "d"}
+    page = to_page(study, [make(study, 3, {})], [], {**origin, "rounds": [800]}, [])
+    told = [line for line in page.splitlines() if line.startswith("- ") and "our configuration" in line]
+    assert len(told) == 3
+    assert all("`data.augment=flip-shift`" in line for line in told)
+    assert "Settings beside" not in to_page(study, [make(study, 2, {})], [], {**origin, "rounds": [800]}, [])
+    assert "after 800 rounds" not in page

@@ -75,7 +75,7 @@ def test_the_summary_says_how_many_clients_have_trained(
     assert call(["run", *options(*more), "--out", "run"], monkeypatch) == 0
     assert json.loads(Path("run/summary.json").read_text())["clients_trained"] == chosen
     told = " ".join(capsys.readouterr().out.split())
-    assert ("1, 4, of whom 1 have trained" in told) == (chosen == 1)
+    assert ("1, 4, of whom 1 have trained" in told) == (chosen == 1) == ("of whom" in told)
 
 
 def test_one_line_of_json_and_a_run_folder() -> None:

@@ -39,6 +39,7 @@ from tdpfed.wire import encode
     [
         ("algorithm.name=tdpfed",),
         ("algorithm.name=tdpfed", "algorithm.aggregation=act"),
+        ("algorithm.name=tdpfed", "algorithm.optimizer_state=run"),
         ("algorithm.name=tdpfed", "algorithm.keep_theta=true", "participation.clients=2"),
         ("algorithm.name=fedavg",),
         ("algorithm.name=fedavg", "wire.codec=int8", "algorithm.weights=uniform"),

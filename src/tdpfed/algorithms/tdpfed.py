@@ -23,6 +23,9 @@ from tdpfed.plan import FactorPlan
 from tdpfed.several import Along
 from tdpfed.workspace import Turned, Workspace
 
+KEPT = ("moment0", "moment1", "steps")
+"""What clients keep of an optimiser that goes on from round to round, as much of it as there is."""
+
 
 class LocalRound(NamedTuple):
     """What a local round came to; the factors and the optimiser's state can be had until the next one."""
@@ -71,8 +74,8 @@ class TDPFed(Algorithm):
             )
         if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
             raise TDPFedError(
-                "optimizer_state: 'run' given, must be 'round' or 'local-round' with optimizer 'als' or factor_steps "
-                "'alternating'"
+                "optimizer_state: 'run' given, must be 'round' or 'local-round' with optimizer 'als', which has no "
+                "state, and with factor_steps 'alternating', whose state is of the factor in turn"
             )
 
     @cached_property
@@ -105,10 +108,10 @@ class TDPFed(Algorithm):
 
     def init_private(self, theta: Tensor) -> State:
         """Keep theta, where rounds start from it whether there has been one, and what the optimiser goes on from."""
-        seen = {"seen": theta.new_zeros(1)} if self.keep_theta else {}
-        factors = theta.new_zeros(self.plan.factors.size)
-        begun = self._rule.init(factors) if self.optimizer_state == "run" else ()
-        return {"theta": theta, **seen, **{f"optimizer{n}": value for n, value in enumerate(begun)}}
+        kept = {"theta": theta, "seen": theta.new_zeros(1)} if self.keep_theta else {"theta": theta}
+        if self.optimizer_state == "run":
+            kept |= zip(KEPT, self._rule.init(theta.new_zeros(self.plan.factors.size)), strict=False)
+        return kept
 
     def update(
         self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
@@ -119,7 +122,7 @@ class TDPFed(Algorithm):
         seen = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
         return {"theta": last.theta, **seen, **last.optimizer()}, {"factors": last.factors()}, {"loss": last.loss}
 
-    def local_rounds(self, message: State, private: State, batches: Batches, grad: Grad) -> Iterator["LocalRound"]:
+    def local_rounds(self, message: State, private: State, batches: Batches, grad: Grad) -> Iterator[LocalRound]:
         """Yield what each local round came to."""
         theta, space = self._full(message), self._workspace(message["factors"])
         a = space.pack(message["factors"])
@@ -137,21 +140,24 @@ class TDPFed(Algorithm):
         """Return the optimiser's state after a client's last round, packed as ``a`` is; None if it starts afresh."""
         if self.optimizer_state != "run":
             return None
-        counts = (*a.shape[:-1], 1)
-        kept = (private[name] for name in private if name.startswith("optimizer"))
-        return tuple((value.reshape(counts) if value.shape[-1] == 1 else space.pack(value)).clone() for value in kept)
+        packed = (
+            private[name].reshape(*a.shape[:-1], 1) if name == "steps" else space.pack(private[name])
+            for name in KEPT
+            if name in private
+        )
+        return tuple(value.clone() for value in packed)  # steps are taken in place
 
     def _carried(self, state: "optim.State | None", private: State, space: Workspace) -> State:
         """Return the optimiser's state as clients keep it: nothing, if it starts afresh."""
         if self.optimizer_state != "run" or state is None:
             return {}
-        names = (name for name in private if name.startswith("optimizer"))
+        names = (name for name in KEPT if name in private)
         return {
-            name: value.reshape(private[name].shape) if value.shape[-1] == 1 else space.unpack(value)
+            name: value.reshape(private[name].shape) if name == "steps" else space.unpack(value)
             for name, value in zip(names, state, strict=True)
         }
 
-    @cached_property
+    @property
     def _rule(self) -> optim.Optimizer:
         """What moves the factors; one that goes on in the next round counts its steps."""
         if self.optimizer == "adam" and self.optimizer_state == "run":
