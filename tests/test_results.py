@@ -117,3 +117,17 @@ def test_what_readme_says_beside_its_speed_table() -> None:
         assert found is not None, pattern
         for number, value in zip(found.groups(), values, strict=True):
             assert is_rounded(number, value), (pattern, number, value)
+
+
+def test_a_trial_of_one_seed_on_mnist() -> None:
+    folder = ROOT / "results/mnist"
+    places = ("trials/one-seed/optimizer-run-seed0", "runs/tdpfed-x2-eta=3e-4-seed0", "runs/tdpfed-x2-seed0")
+    curves = [accuracies(folder / place / "metrics.jsonl") for place in places]
+    text = " ".join((folder / "trials/README.md").read_text(encoding="utf-8").split())
+    found = re.search(r"([\d.]+) %, where seed 0 of .* has ([\d.]+) and of eta = 8e-4 ([\d.]+); in the last", text)
+    last = re.search(r"in the last round ([\d.]+), ([\d.]+) and ([\d.]+)\.", text)
+    assert found is not None
+    assert last is not None
+    for late, at_end, curve in zip(found.groups(), last.groups(), curves, strict=True):
+        assert is_rounded(late, statistics.median(list(curve.values())[-10:])), late
+        assert is_rounded(at_end, curve[800]), at_end
