@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_rows_may_be_written_in_parts(rank: int) -> None:
     assert len(written) == 2
     for name, value in whole.rows(torch.arange(9)).items():
         assert torch.equal(value, parts.rows(torch.arange(9))[name])
+
+
+def test_ctrl_c_waits_until_all_rows_are_written() -> None:
+    store, before = Store(START, 4, "ram"), signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def spread(count: int, task: Callable[[slice], None]) -> None:
+        task(slice(1))
+        signal.raise_signal(signal.SIGINT)
+        task(slice(1, count))
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.put(torch.tensor([3, 1]), rows(2, 5.0), spread)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert store.touched.tolist() == [False, True, False, True]
+    assert torch.equal(store.rows(torch.tensor([1, 3]))["theta"], torch.full((2, 3), 5.0))
 
 
 def test_each_rank_holds_its_own() -> None:

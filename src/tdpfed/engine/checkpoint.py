@@ -299,7 +299,7 @@ def _pieces(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:
 
 
 def _after(prefix: str, state: State) -> list[str]:
-    return sorted(name.removeprefix(prefix) for name in state if name.startswith(prefix))  # safetensors has no order
+    return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
 
 def _owned(state: State) -> State:

@@ -50,7 +50,7 @@ class Ranks:
         """Return the rows of all the clients, in their order; ``rows`` are those of this rank's."""
         if self.world == 1 or not rows:
             return dict(rows)
-        rows = dict(sorted(rows.items()))  # in which order a rank has them is its own affair
+        rows = dict(sorted(rows.items()))  # a rank may have them in any order: what was in a file has none
         owner = clients.cpu() % self.world
         counts = torch.bincount(owner, minlength=self.world).tolist()
         sizes = [math.prod(value.shape[1:]) * value.itemsize for value in rows.values()]

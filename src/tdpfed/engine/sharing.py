@@ -105,7 +105,7 @@ def _answer(store: Store) -> Store:
         asked, ids = int(rows.pop("ask")), rows.pop("ids")
         try:
             if asked == _Ask.START:
-                store = store.like({name: value.to(device) for name, value in sorted(rows.items())}, int(ids))
+                store = store.like({name: value.to(device) for name, value in rows.items()}, int(ids))
             elif asked == _Ask.GET:
                 ranks.gather(store.rows(ids), ids)
             elif asked == _Ask.PUT and failed is None:

@@ -88,10 +88,10 @@ class Store:
                 assign(rows[name], known.to(value.device), value)
         return rows
 
-    def put(self, clients: Tensor, rows: State, spread: Spread | None = None) -> None:
+    def put(self, clients: Tensor, rows: State, spread: Spread = lambda count, task: task(slice(count))) -> None:
         """Replace rows; ``rows`` are those of the clients that this process holds, all of which have trained now.
 
-        ``spread`` does it in parts, side by side: fresh pages of memory cost more than what is written to them.
+        ``spread`` may do it in parts, side by side: fresh pages of memory cost more than what is written to them.
         """
         ids = self.ranks.own(clients).cpu()
         values = {name: value for name, value in self._values.items() if value.numel()}
@@ -101,10 +101,8 @@ class Store:
                 assign(value, self._slots(ids[part]).to(value.device), rows[name][part].to(value.device))
 
         with ctrl_c_waits():  # no row of this round beside those of the last
-            if len(ids) and values and spread is not None:
+            if len(ids):
                 spread(len(ids), write)
-            elif len(ids):
-                write(slice(None))
             self.touched[clients.cpu()] = True
 
     def whole(self) -> State:

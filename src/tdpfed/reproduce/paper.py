@@ -76,14 +76,14 @@ METHODS = {
 OURS = "-ours"
 """How the names of runs end that are in our configuration."""
 
-_OURS = ("model.name=vgg8-gn", "data.augment=flip-shift", "algorithm.batch_size=50")
+_CHANGES = ("model.name=vgg8-gn", "data.augment=flip-shift", "algorithm.batch_size=50")
 _CIFAR10_OURS = {  # where the paper's text does not give its number: normalisation, augmentation, rates and batches
     f"tdpfed-x2{OURS}": (
-        *METHODS["tdpfed-x2"], *_OURS, "algorithm.keep_theta=true", "algorithm.lam=1", "algorithm.eta_p=0.01",
+        *METHODS["tdpfed-x2"], *_CHANGES, "algorithm.keep_theta=true", "algorithm.lam=1", "algorithm.eta_p=0.01",
         "algorithm.eta=2e-4",
     ),
-    f"fedavg{OURS}": (*METHODS["fedavg"], *_OURS),
-    f"local{OURS}": (*METHODS["local"], *_OURS),
+    f"fedavg{OURS}": (*METHODS["fedavg"], *_CHANGES),
+    f"local{OURS}": (*METHODS["local"], *_CHANGES),
 }  # fmt: skip
 
 
