@@ -22,11 +22,12 @@ def advice(config: Config, algorithm: Algorithm) -> list[str]:
 def _idle(config: Config) -> Iterator[str]:
     """Yield settings that count only with another one, which is not there."""
     data, robust, privacy = config.data, config.robust, config.privacy
+    dealt = ("classes", "classes-in-turn")
     private = privacy.clip is not None and privacy.noise is not None
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
-        ("data.per_client", data.partition in (None, "classes"), "data.partition = 'classes'"),
-        ("data.size_skew", data.partition in (None, "iid", "classes"), "data.partition = 'iid' or 'classes'"),
+        ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes'"),
+        ("data.size_skew", data.partition in (None, "iid", *dealt), "data.partition = 'iid' or 'classes'"),
         ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
         ("robust.byzantine", robust.name in ("krum", "multi-krum"), "robust.name = 'krum' or 'multi-krum'"),
         ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),

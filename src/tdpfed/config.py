@@ -54,10 +54,10 @@ class Data(Section):
     name: str = Field("digits", description="a data set of the package, or a path to an .npz or .parquet file")
     options: dict[str, Any] = Field({}, description="options of the data set, as alpha and beta of synthetic")
     clients: int | None = Field(None, ge=1, description="number of clients; 20, or all natural ones")
-    partition: Literal["iid", "classes", "dirichlet", "natural"] | None = Field(
+    partition: Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"] | None = Field(
         None, description="how samples are dealt; natural where clients are given with the data, otherwise classes"
     )
-    per_client: int = Field(2, ge=1, description="classes: how many classes a client holds")
+    per_client: int = Field(2, ge=1, description="classes: how many classes a client holds, drawn at random or in turn")
     alpha: float = Field(0.5, gt=0, le=1e6, description="dirichlet: concentration; smaller is less alike")
     size_skew: float | None = Field(
         None, ge=0, le=10, description="iid and classes: how unequal the shares are; 0 is equal"
@@ -68,7 +68,9 @@ class Data(Section):
         None, description="hold out a part of each client, or the official one; a file's own test_mask if it has one"
     )
     test_fraction: float = Field(0.25, gt=0, lt=1, description="client split: share held out")
-    normalize: Literal["standard", "unit", "none"] = Field("standard", description="scaling of the inputs")
+    normalize: Literal["standard", "feature", "unit", "none"] = Field(
+        "standard", description="scaling of the inputs: mean 0 and variance 1 by channel or by pixel; bytes to 0..1"
+    )
     augment: Literal["none", "flip", "flip-shift"] = Field(
         "none", description="training images as they are drawn: mirrored at random, and moved by up to 4 pixels"
     )

@@ -36,6 +36,8 @@ def test_options_reach_their_stage() -> None:
     skewed = sizes(make_federation(partition="iid", size_skew=1.0, **base))
     assert max(skewed) > 2 * min(skewed)
     assert all(len(mine) == 3 for mine in held(make_federation(per_client=3, **base)))
+    turns = held(make_federation(partition="classes-in-turn", **{**base, "clients": 10}))
+    assert [set(mine) for mine in turns] == [{k, (k + 1) % 10} for k in range(10)]
     capped = make_federation(max_samples=40, test_fraction=0.5, normalize="unit", dtype=torch.float64, **base)
     assert sizes(capped) == [40] * 5
     assert capped.test_size.tolist() == [20] * 5

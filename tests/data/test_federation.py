@@ -128,6 +128,19 @@ def test_standard_normalises_per_channel_or_feature_by_training_samples_alone(sh
     assert not torch.equal(parted(disturbed, "standard").x[60:], fed.x[60:])
 
 
+def test_feature_normalises_every_pixel_by_training_samples_alone() -> None:
+    x = torch.randn(90, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = x * torch.arange(1, 49).view(3, 4, 4) + torch.arange(48).view(3, 4, 4)
+    x[:, 0, 0, 0] = 7.0
+    train = parted(x, "feature").x[:60]
+    assert torch.allclose(train.mean(0), torch.zeros(3, 4, 4, dtype=torch.float64), atol=1e-12)
+    ones = torch.ones(3, 4, 4, dtype=torch.float64)
+    ones[0, 0, 0] = 0.0  # a constant stays finite
+    assert torch.allclose(train.var(0, correction=0), ones)
+    flat = parted(x.flatten(1), "standard").x
+    assert torch.equal(parted(x, "feature").x, flat.view_as(x))
+
+
 def test_standard_leaves_constant_features_finite() -> None:
     x = torch.full((9, 2), 0.1)
     x[:, 1] = torch.arange(9)

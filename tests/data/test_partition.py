@@ -89,6 +89,27 @@ def test_classes_as_in_the_paper_twenty_clients_of_two_classes() -> None:
     assert np.array_equal(equal, np.full(20, 3_500))
 
 
+@given(labels=labelled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
+def test_classes_in_turn_gives_client_k_the_kth_class_and_the_next(
+    labels: NDArray[np.int64], clients: int, per_client: int, seed: int
+) -> None:
+    there = len(np.unique(labels))
+    assume(per_client <= there <= clients + per_client - 1)
+    parts = classes(labels, clients, per_client, seed, in_turn=True)
+    assert_dealt_once(parts, len(labels))
+    held = [set(labels[part].tolist()) for part in parts]
+    assert held == [{(k + j) % there for j in range(per_client)} for k in range(clients)]
+    assert same(parts, classes(labels, clients, per_client, seed, in_turn=True))
+
+
+def test_classes_in_turn_share_their_samples_by_the_seed() -> None:
+    labels = np.repeat(np.arange(10), 700)
+    one, other = (classes(labels, 20, 2, seed, in_turn=True) for seed in (0, 1))
+    assert [len(part) for part in one] != [len(part) for part in other]
+    with pytest.raises(TDPFedError, match=r"8 with 2 classes each in turn leave .*; allowed: 9 clients or more"):
+        classes(labels, 8, 2, 0, in_turn=True)
+
+
 def test_classes_reaches_the_least_number_under_strong_skew() -> None:
     labels = np.repeat(np.arange(4), 100)
     assert min(len(part) for part in classes(labels, 8, 2, 0, 4.0)) < 21

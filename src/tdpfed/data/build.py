@@ -12,7 +12,7 @@ from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
 from tdpfed.errors import TDPFedError, unknown
 
-PARTITIONS = ("iid", "classes", "dirichlet", "natural")
+PARTITIONS = ("iid", "classes", "classes-in-turn", "dirichlet", "natural")
 SPLITS = ("client", "official")
 
 
@@ -39,10 +39,11 @@ def make_federation(
     """Load a data set and deal it to clients.
 
     ``partition`` defaults to natural where the data have natural clients and to classes elsewhere; ``clients`` to 20,
-    or all natural ones. ``per_client`` is for classes, ``alpha`` for dirichlet, ``size_skew`` for iid (default 0) and
-    classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each client's samples, "official" those
-    of the data set's own test part; the latter is the default for a file of your own that has a ``test_mask``.
-    ``augment`` changes training images as they are drawn. ``options`` go to the data set's loader.
+    or all natural ones. ``per_client`` is for classes and classes-in-turn, ``alpha`` for dirichlet, ``size_skew`` for
+    iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each
+    client's samples, "official" those of the data set's own test part; the latter is the default for a file of your
+    own that has a ``test_mask``. ``augment`` changes training images as they are drawn. ``options`` go to the data
+    set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
@@ -53,7 +54,7 @@ def make_federation(
         given = {"seed": seed, **({"clients": clients} if clients and partition in (None, "natural") else {}), **given}
     data = load(dataset, root, download=download, **given)
     kind = partition or ("classes" if data.owner is None else "natural")
-    if size_skew is not None and kind not in ("iid", "classes"):
+    if size_skew is not None and kind in ("dirichlet", "natural"):
         raise TDPFedError(f"size_skew: {size_skew!r} with partition {kind!r}; allowed: with iid and classes only")
     if kind == "natural":
         parts = _natural(data, clients, seed)
@@ -83,16 +84,18 @@ def _dealt(
     skew = {} if size_skew is None else {"size_skew": size_skew}
     if kind == "iid":
         return deal.iid(data.y, clients, seed, min_samples=min_samples, **skew)
-    if kind == "classes":
-        return deal.classes(data.y, clients, per_client, seed, min_samples=min_samples, **skew)
-    return deal.dirichlet(data.y, clients, alpha, seed, min_samples)
+    if kind == "dirichlet":
+        return deal.dirichlet(data.y, clients, alpha, seed, min_samples)
+    in_turn = kind == "classes-in-turn"
+    return deal.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 
 
 def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
     """The data's own clients: all of them, or as many as asked, drawn by the seed."""
     if data.owner is None:
         raise TDPFedError(
-            f"partition: 'natural' for {data.name!r}, which has no natural clients; allowed: iid, classes, dirichlet"
+            f"partition: 'natural' for {data.name!r}, which has no natural clients; allowed: "
+            f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}"
         )
     parts = deal.natural(data.owner)
     if clients is None:

@@ -19,7 +19,7 @@ from tdpfed.data.formats import count_classes
 from tdpfed.data.partition import Parts
 from tdpfed.errors import TDPFedError, unknown
 
-NORMALIZE = ("standard", "unit", "none")
+NORMALIZE = ("standard", "feature", "unit", "none")
 AUGMENT = ("none", "flip", "flip-shift")
 
 
@@ -125,7 +125,7 @@ class Federation:
 
         Ids may be numbers or strings; client k is the k-th smallest. Test samples are those of ``test_mask``, or a
         random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per channel of an
-        image, per feature of a flat sample), "unit" (bytes to 0..1) or "none".
+        image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1) or "none".
         """
         x, y = _tensor(x).detach(), _tensor(y)
         ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
@@ -200,8 +200,8 @@ def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: t
         x = x.to(work)[index]
         if not x.isfinite().all():
             raise TDPFedError(f"x: NaN, infinite or beyond {work}; allowed: finite numbers")
-    if normalize == "standard":
-        others = [d for d in range(x.ndim) if d != 1]
+    if normalize in ("standard", "feature"):
+        others = [d for d in range(x.ndim) if d != 1] if normalize == "standard" else [0]
         train = x[:trained]
         variance, mean = torch.var_mean(train, others, correction=0, keepdim=True)
         constant = train.amin(others, keepdim=True) == train.amax(others, keepdim=True)

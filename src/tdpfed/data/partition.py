@@ -37,29 +37,36 @@ def iid(
 
 
 def classes(
-    labels: NDArray[Any], clients: int, per_client: int, seed: int, size_skew: float = 0.5, *, min_samples: int = 1
+    labels: NDArray[Any],
+    clients: int,
+    per_client: int,
+    seed: int,
+    size_skew: float = 0.5,
+    *,
+    in_turn: bool = False,
+    min_samples: int = 1,
 ) -> list[Indices]:
     """Give each client ``per_client`` classes, every class to somebody, and deal all samples.
 
-    Classes go out as evenly as they can and otherwise at random; the clients of a class share its samples unequally,
-    log-normal with sigma ``size_skew``.
+    Classes go out as evenly as they can and otherwise at random, or ``in_turn``: client k has the k-th and those that
+    follow it. The clients of a class share its samples unequally, log-normal with sigma ``size_skew``.
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
     if not 1 <= per_client <= len(names):
         raise TDPFedError(f"classes per client: {per_client!r}; allowed: 1 to {len(names)}, the classes there are")
-    if clients * per_client < len(names):
-        need = -(-len(names) // per_client)
+    need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
+    if clients < need:
         raise TDPFedError(
-            f"clients: {clients!r} with {per_client} classes each leave some of {len(names)} classes to nobody; "
+            f"clients: {clients!r} with {per_client} classes each{' in turn' if in_turn else ''} leave some of "
+            f"{len(names)} classes to nobody; "
             f"allowed: {need} clients or more"
         )
     rng = generator(seed)
     holders: list[list[int]] = [[] for _ in names]
     for k in range(clients):
-        order = rng.permutation(len(names))
-        rarest = np.argsort([len(holders[c]) for c in order], kind="stable")
-        for c in order[rarest[:per_client]]:
+        order = np.roll(np.arange(len(names)), -k) if in_turn else _rarest_first(rng, holders)
+        for c in order[:per_client]:
             holders[c].append(k)
     least = -(-min_samples // per_client)
     held: list[list[Indices]] = [[] for _ in range(clients)]
@@ -74,6 +81,12 @@ def classes(
         for k, part in zip(group, _deal(rng.permutation(members), sizes), strict=True):
             held[k].append(part)
     return [np.sort(np.concatenate(parts)) for parts in held]
+
+
+def _rarest_first(rng: np.random.Generator, holders: list[list[int]]) -> Indices:
+    """Return the classes, those with the fewest clients first and otherwise at random."""
+    order = rng.permutation(len(holders))
+    return order[np.argsort([len(holders[c]) for c in order], kind="stable")]
 
 
 def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1) -> list[Indices]:
