@@ -41,6 +41,7 @@ def test_trials_on_cifar10() -> None:
 def test_trials_on_mnist() -> None:
     folder, at, checked = ROOT / "results/mnist", 0, set[str]()
     known = {"3e-4": "tdpfed-x2-eta=3e-4", "8e-4": "tdpfed-x2", "as Table III": "tdpfed-x2-eta=3e-4"}
+    known |= {f"as Table IV, s = {s}": f"tdpfed-x2-s={s}" for s in (2, 8)}
     for first, *cells in rows(folder / "trials/README.md"):
         if found := re.fullmatch(r"round (\d+)", cells[0]):
             at = int(found[1])
@@ -61,7 +62,36 @@ def test_trials_on_mnist() -> None:
             assert is_rounded(spread, statistics.stdev(values)), (first, cell)
         checked.add(first)
     assert checked >= known.keys()
-    assert 3 * len(checked - known.keys()) == len(list(folder.glob("trials/*/metrics.jsonl")))
+    own = {first for first in checked - known.keys() if "(../" not in first}
+    assert 3 * len(own) == len(list(folder.glob("trials/*/metrics.jsonl")))
+
+
+def lines_of(folder: str) -> dict[str, dict[str, str]]:
+    """Rows of a folder's tables II to IV, by their first cell."""
+    header, found = list[str](), {}
+    for cells in rows(ROOT / folder / "README.md"):
+        if cells[0] == "paper":  # the cell before it is empty
+            header = cells
+        elif len(cells) == len(header) + 1:
+            found[cells[0]] = dict(zip(header, cells[1:], strict=True))
+    return found
+
+
+def test_what_the_paper_says_of_tdpfed_on_mnist_is_met_by_one_way_to_deal_or_the_other() -> None:
+    random, turns = (lines_of(f"results/mnist{place}") for place in ("", "/classes-in-turn"))
+    others = ("pFedMe", "s = 2", "s = 8", "baseline")
+    ours = {name: line for name, line in random.items() if line["of"] == "personalised" and name not in others}
+    judged = [name for name, line in ours.items() if line["paper"] != "-"]
+    assert len(judged) == 12
+    for name in judged:
+        assert min(abs(float(lines[name]["difference"])) for lines in (random, turns)) <= 0.3, name
+        gained = float(turns[name]["late"].split()[0]) - float(random[name]["late"].split()[0])
+        assert 0.25 <= gained <= 0.5 + 1e-9, (name, gained)
+    text = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+    for name, said in (("TDPFed, x2, eta = 3e-4", "**99.22 ± 0.07**"), ("TDPFed, x1.5, eta = 3e-4", "99.20 ± 0.07")):
+        assert said in text
+        assert turns[name]["ours"] == said.strip("*")
+    assert turns["FedAvg"]["ours"].startswith("96.12 ")
 
 
 LABELS = {
