@@ -1,19 +1,18 @@
 """What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tdpfed.aggregate import Rule
 from tdpfed.algorithms.base import Algorithm, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.ranks import ALONE, Ranks
-from tdpfed.engine.runners import Outcome
+from tdpfed.engine.runners import FINITE, Outcome
 from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
 from tdpfed.objective import Objective, cross_entropy
 from tdpfed.wire import Rejected
-from tdpfed.wire.codecs import finite
 
 
 def check_kinds(model: object, federation: object, algorithm: object, participation: object, loss: object) -> None:
@@ -132,19 +131,13 @@ def check_model(objective: Objective, data: Federation) -> None:
         ) from error
 
 
-def not_finite(outcome: Outcome) -> Tensor:
-    """Return the mask of the clients whose loss or parameters are not finite, ``(K,)``."""
-    values = (*outcome.metrics.values(), *outcome.private.values(), *outcome.upload.values())
-    distinct = {id(value): value for value in values}.values()  # what is kept may be what is sent
-    return ~torch.stack([finite(value.reshape(len(value), -1)) for value in distinct]).all(0)
-
-
-def check_finite(bad: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
+def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
     """Stop a run that diverges, with the round, a client and the learning rates to lower."""
+    bad = ~outcome.metrics[FINITE].cpu()
     if bool(bad.any()):
         rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
         raise TDPFedError(
-            f"round {turn.round}: loss or parameters of client {int(turn.clients[bad][0])} are not finite, "
+            f"round {turn.round}: loss or parameters of client {int(turn.clients.cpu()[bad][0])} are not finite, "
             f"the run diverges; lower the learning rates ({rates})"
             + (f", or meet robust.attack {attack.kind!r} with another setting of [robust]" if attack else "")
         )

@@ -71,17 +71,17 @@ class Ranks:
             for (name, value), columns in zip(rows.items(), everybody.split(sizes, 1), strict=True)
         }
 
-    def shared(self, part: Outcome | None, bad: Tensor | None, clients: Tensor) -> tuple[Outcome, Tensor]:
-        """Return everybody's uploads, metrics and mask ``bad``; ``part`` are this rank's, None where it has no client.
+    def shared(self, part: Outcome | None, clients: Tensor) -> Outcome:
+        """Return everybody's uploads and metrics; ``part`` are this rank's, None where it has no client.
 
         The private rows stay with the rank that has them.
         """
         if self.world == 1:
-            assert part is not None and bad is not None, "somebody trains"  # noqa: PT018
-            return part, bad
+            assert part is not None, "somebody trains"
+            return part
         rows: State = {}
-        if part is not None and bad is not None:
-            rows = {f"upload {name}": value for name, value in part.upload.items()} | {"bad": bad}
+        if part is not None:
+            rows = {f"upload {name}": value for name, value in part.upload.items()}
             rows |= {f"metrics {name}": value for name, value in part.metrics.items()}
         owner = clients.cpu() % self.world
         if len(owner.unique()) < self.world:  # somebody has no client, and so does not know what rows look like
@@ -95,7 +95,7 @@ class Ranks:
             {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
             for prefix in ("upload ", "metrics ")
         )
-        return Outcome({} if part is None else part.private, upload, metrics), gathered["bad"]
+        return Outcome({} if part is None else part.private, upload, metrics)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes that rank ``source`` gave."""

@@ -23,6 +23,7 @@ from tdpfed.engine.groups import LITTLE, SMALL, Groups
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.sampling import batch_indices
 from tdpfed.objective import Batch, Objective
+from tdpfed.wire.codecs import finite
 
 RunnerName = Literal["batched", "loop"]
 
@@ -34,6 +35,9 @@ VECTORS_PER_CLIENT = 16
 
 DRAWN_TOGETHER = 1 << 22
 """Samples of a round up to which they are drawn at once on a CPU: chunks that draw their own wait for each other."""
+
+FINITE = "finite"
+"""The metric that says whether all that a client gave is finite."""
 
 LEAST_TOGETHER = 3
 """Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
@@ -135,7 +139,9 @@ class Runner:
         self, server: State, private: State, turn: Turn, index: Tensor | None = None
     ) -> tuple[State, State, State]:
         message = self.algorithm.broadcast(server, turn)
-        return self.algorithm.update(message, private, self.batches(turn, index), self.objective.gradient, turn)
+        return judged(
+            *self.algorithm.update(message, private, self.batches(turn, index), self.objective.gradient, turn)
+        )
 
     @cached_property
     def _graphed(self) -> Graphed:
@@ -191,6 +197,15 @@ class Runner:
         per_client = data.x.element_size() * (VECTORS_PER_CLIENT * self.objective.layout.size + activations)
         bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_BYTES
         return max(LEAST_TOGETHER, bytes_ // per_client)
+
+
+def judged(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
+    """Return what clients gave, with the metric that says whether it is finite: where they are computed, in one go."""
+    values = (*metrics.values(), *private.values(), *upload.values())
+    distinct = {id(value): value for value in values}.values()  # what is kept may be what is sent
+    clients = metrics["loss"].shape
+    seen = torch.stack([finite(value.reshape(*clients, -1)) for value in distinct]).all(0)
+    return private, upload, {**metrics, FINITE: seen}
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:

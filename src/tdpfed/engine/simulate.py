@@ -27,7 +27,7 @@ from tdpfed.engine.uplink import Attack, Uplink, accepted
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Loss, Objective, cross_entropy
 from tdpfed.privacy import Accountant, Privacy, private_average
-from tdpfed.wire import Codec, Rejected, encoded_size
+from tdpfed.wire import Codec, Rejected
 
 EVERYBODY = Participation()
 MEAN = Rule()
@@ -101,6 +101,7 @@ class Simulation:
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # in the last round that was tried
         self._trained: tuple[Tensor, Outcome] | None = None
+        self._bytes: dict[int, tuple[int, int]] = {}  # down and up where all take part, by digits of the round
 
     def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
@@ -145,6 +146,8 @@ class Simulation:
 
     def next_turn(self, attempt: int = 0) -> tuple[Turn, Tensor]:
         """Return the clients that train in the next round, and which of them report, a mask."""
+        if not self.participation.draws(self.federation.clients):
+            return self._turn(self.round + 1, self._everybody), torch.ones(len(self._everybody), dtype=torch.bool)
         chosen, trained = self.participation.draw(self.seed, self.round + 1, self.federation.clients, attempt)
         return self._turn(self.round + 1, trained), torch.isin(trained, chosen)
 
@@ -157,7 +160,8 @@ class Simulation:
     def _exchanged(self, turn: Turn, reported: Tensor, outcome: Outcome | None) -> tuple[bool, int]:
         """Train the turn's clients, unless that is done, and take in what those who ``reported`` send."""
         if len(turn.clients):
-            outcome = self._train(turn) if outcome is None else self._checked(outcome, checks.not_finite(outcome), turn)
+            outcome = self._train(turn) if outcome is None else outcome
+            checks.check_finite(outcome, turn, self.algorithm, self.uplink.attack)
         server, count = self.server, 0
         if self.algorithm.communicates:
             arrived = self._arrived(outcome, turn, reported)
@@ -176,13 +180,7 @@ class Simulation:
         part = None
         if len(own.clients):
             part = self.runner.run(self.server, self.store.rows(own.clients), own, len(turn.clients))
-        return self._checked(
-            *self.ranks.shared(part, None if part is None else checks.not_finite(part), turn.clients), turn
-        )
-
-    def _checked(self, outcome: Outcome, bad: Tensor, turn: Turn) -> Outcome:
-        checks.check_finite(bad, turn, self.algorithm, self.uplink.attack)
-        return outcome
+        return self.ranks.shared(part, turn.clients)
 
     def record(self, seconds: float) -> Record:
         """Evaluate the models after the current round; hostile clients' accuracy is listed but does not count."""
@@ -206,9 +204,8 @@ class Simulation:
             common = self._score(self.judged, lambda _: shipped).of(self.honest[self.judged])
         extra = None
         if self.diagnostics is not None and self._diagnosed:
-            everybody = torch.arange(self.federation.clients, device=self.federation.device)
-            turn = self._turn(self.round, everybody)
-            weights = self._weights(everybody)
+            turn = self._turn(self.round, self._everybody)
+            weights = self._weights(self._everybody)
             extra = diagnose(self.runner, self.server, self.private, turn, weights, self.diagnostics)
         accuracies: list[float | None] = [None] * self.federation.clients
         for client, accuracy in zip(self.judged.tolist(), personal.per_client(), strict=True):
@@ -271,10 +268,7 @@ class Simulation:
     @property
     def compression_rate(self) -> float | None:
         """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
-        values = self.objective.layout.size
-        dense = encoded_size(
-            {"w": values}, {"w": self.objective.layout}, "float32", kind="up", round_=1, client=0, samples=1
-        )
+        dense = self.uplink.dense_bytes(self.objective.layout)
         return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
 
     @property
@@ -304,9 +298,9 @@ class Simulation:
         self._count(turn, outcome, reported)
         if not bool(reported.any()):
             return None
-        uploads, senders = self._only(outcome.upload, turn, reported)
-        uploads = self.uplink.travel(uploads, self.server, senders)
-        refused = self.uplink.refusals(uploads, self.server, senders)
+        sent, senders = self._only(outcome.upload, turn, reported)
+        uploads = self.uplink.travel(sent, self.server, senders)
+        refused = self.uplink.refusals(uploads, self.server, senders, finite=uploads is sent)
         self.refused += refused
         self.ledger.rejected += len(refused)
         return self._only(uploads, senders, accepted(senders, refused)) if refused else (uploads, senders)
@@ -334,15 +328,21 @@ class Simulation:
         sizes = self.federation.train_size[clients].double()
         return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
 
+    @cached_property
+    def _everybody(self) -> Tensor:
+        return torch.arange(self.federation.clients, device=self.federation.device)
+
     def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
         """Add to the ledger exactly the bytes of the messages, headers included."""
-        message = self.algorithm.broadcast(self.server, replace(turn, clients=turn.clients[:1]))
-        senders = replace(turn, clients=turn.clients[reported.to(turn.clients.device)])
-        samples = self.federation.train_size[senders.clients].tolist()
-        self.ledger.downlink += self.uplink.bytes_down(message, turn)
-        self.ledger.uplink += self.uplink.bytes_up(outcome.upload, senders, samples)
+        digits = len(str(turn.round))  # where all take part, only these change what a header takes
+        if turn.clients is not self._everybody or digits not in self._bytes:
+            held = self.federation.train_size
+            self._bytes[digits] = self.uplink.bytes_of(self.server, outcome.upload, turn, reported, held)
+        down, up = self._bytes[digits]
+        self.ledger.downlink += down
+        self.ledger.uplink += up
         self.ledger.client_rounds += len(turn.clients)
-        self.ledger.uploads += len(senders.clients)
+        self.ledger.uploads += int(reported.sum())
 
 
 def _cut(state: State, rows: slice) -> State:

@@ -78,9 +78,12 @@ class Store:
 
     def rows(self, clients: Tensor) -> State:
         """Return the rows of those of the clients that this process holds, in their order; copies."""
-        ids = self.ranks.own(clients).cpu()
-        known = self.touched[ids] if self._sparse else None
-        if known is None or bool(known.all()):
+        own = self.ranks.own(clients)
+        if not self._sparse or bool(self.touched.all()):
+            return self._at(own)
+        ids = own.cpu()
+        known = self.touched[ids]
+        if bool(known.all()):
             return self._at(ids)
         rows = {name: first.expand(len(ids), *first.shape).clone() for name, first in self.start.items()}
         for name, value in self._at(ids[known]).items():
@@ -93,7 +96,7 @@ class Store:
 
         ``spread`` may do it in parts, side by side: fresh pages of memory cost more than what is written to them.
         """
-        ids = self.ranks.own(clients).cpu()
+        ids = self.ranks.own(clients)
         values = {name: value for name, value in self._values.items() if value.numel()}
 
         def write(part: slice) -> None:
@@ -103,7 +106,8 @@ class Store:
         with ctrl_c_waits():  # no row of this round beside those of the last
             if len(ids):
                 spread(len(ids), write)
-            self.touched[clients.cpu()] = True
+            if not bool(self.touched.all()):
+                self.touched[clients.cpu()] = True
 
     def whole(self) -> State:
         """Return the rows of all clients that this process holds: its own tensors, not copies."""
@@ -131,7 +135,7 @@ class Store:
         return found
 
     def _slots(self, ids: Tensor) -> Tensor:
-        return ids // self.ranks.world  # a process holds every so-manieth client
+        return ids if self.ranks.world == 1 else ids // self.ranks.world  # a process holds every so-manieth client
 
     def _room(self, name: str, start: Tensor) -> Tensor:
         shape = (self._held, *start.shape)

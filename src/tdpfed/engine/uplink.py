@@ -5,7 +5,7 @@ factors of an unchanged tensor can wreck an average). A refused upload is named 
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -17,6 +17,7 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.engine import attacks
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
 from tdpfed.wire import Codec, Kind, Rejected, encoded_size, lossy, screen
 
@@ -72,31 +73,34 @@ class Uplink:
             return uploads
         return lossy(uploads, self.algorithm.layouts, self.codec, self.seed, int(turn.round), turn.clients)
 
-    def refusals(self, uploads: State, server: State, turn: Turn) -> list[Rejected]:
-        """Return what the gate refuses of the turn's uploads, a refusal for each client."""
-        refused = screen(uploads, self.algorithm.layouts, turn.clients)
+    def refusals(self, uploads: State, server: State, turn: Turn, *, finite: bool = False) -> list[Rejected]:
+        """Return what the gate refuses of the turn's uploads, a refusal for each client; they may be known finite."""
+        refused = [] if finite else screen(uploads, self.algorithm.layouts, turn.clients)
         plan, bound = self.plan, self.rule.gauge
         if plan is not None and bound is not None:
-            finite = [client not in {one.client for one in refused} for client in turn.clients.tolist()]
             inside, farthest = within_gauge(uploads["factors"], server["factors"], plan.factors, bound)
-            for row in (torch.tensor(finite) & ~inside.cpu()).nonzero().flatten().tolist():
+            for row in (accepted(turn, refused) & ~inside.cpu()).nonzero().flatten().tolist():
                 tensor = f"factors/{plan.factors.names[int(farthest[row])]}"
                 reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
                 refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
         return refused
 
-    def bytes_up(self, uploads: State, senders: Turn, samples: list[int]) -> int:
-        """Return exactly the bytes of the senders' messages, headers included."""
-        return self._bytes(uploads, "up", self.codec, senders, samples)
+    def bytes_of(self, server: State, uploads: State, turn: Turn, reported: Tensor, samples: Tensor) -> tuple[int, int]:
+        """Return exactly the bytes that a turn's clients get and those who ``reported`` send, headers included."""
+        message = self.algorithm.broadcast(server, replace(turn, clients=turn.clients[:1]))  # that of any of them
+        clients = turn.clients.cpu()
+        receivers, senders = clients.tolist(), clients[reported].tolist()
+        down = self._bytes(message, "down", "float32", turn, [(client, 0) for client in receivers])
+        held = samples[turn.clients].cpu()[reported].tolist()
+        return down, self._bytes(uploads, "up", self.codec, turn, list(zip(senders, held, strict=True)))
 
-    def bytes_down(self, message: State, receivers: Turn) -> int:
-        """Return exactly the bytes of what is sent to the receivers; ``message`` is that of any of them."""
-        return self._bytes(message, "down", "float32", receivers, [0] * len(receivers.clients))
+    def dense_bytes(self, layout: Layout) -> int:
+        """Return the bytes of a message with the dense model."""
+        return encoded_size({"w": layout.size}, {"w": layout}, "float32", kind="up", round_=1, client=0, samples=1)
 
-    def _bytes(self, state: State, kind: Kind, codec: Codec, turn: Turn, samples: list[int]) -> int:
+    def _bytes(self, state: State, kind: Kind, codec: Codec, turn: Turn, headers: list[tuple[int, int]]) -> int:
         lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
         size = partial(encoded_size, lengths, layouts, codec, kind=kind, round_=int(turn.round))
-        headers = list(zip(turn.clients.tolist(), samples, strict=True))
         digits = [tuple(len(str(number)) for number in header) for header in headers]
         example = dict(zip(digits, headers, strict=True))  # headers of as many digits are as long
         return sum(
