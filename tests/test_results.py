@@ -161,3 +161,21 @@ def test_a_trial_of_one_seed_on_mnist() -> None:
     for late, at_end, curve in zip(found.groups(), last.groups(), curves, strict=True):
         assert is_rounded(late, statistics.median(list(curve.values())[-10:])), late
         assert is_rounded(at_end, curve[800]), at_end
+
+
+def test_speed_on_a_gpu() -> None:
+    made = json.loads((ROOT / "benchmarks/results/gpu.json").read_text(encoding="utf-8"))
+    known = {(row["data"], row["method"], row["precision"]): row for row in made["rows"]}
+    lines = [
+        row for row in rows(ROOT / "docs/performance.md") if row[0].endswith(("FedAvg", "pFedMe", "compression 2"))
+    ]
+    assert len(lines) == 6
+    for (data, method), (_, *cells) in zip(dict.fromkeys(key[:2] for key in known), lines, strict=True):
+        full, short = (known[data, method, precision] for precision in ("float32", "tf32"))
+        kernels, share = short["kernels_per_local_round"], 100 * short["share_of_product_rate"]
+        together = (full["cost_of_seeds_together"], short["cost_of_seeds_together"])
+        values = (*(row["milliseconds_per_local_round"] for row in (full, short)), kernels, share, *together)
+        for cell, value in zip(cells, values, strict=True):
+            assert cell == "-" if value is None else is_rounded(cell.removesuffix(" %").replace(",", ""), value), cell
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert f"takes {made['whole'][0]['seconds']:.0f} s on MNIST" in text
