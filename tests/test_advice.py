@@ -27,6 +27,7 @@ def said(*settings: str, source: str = "digits") -> list[str]:
         (["data.alpha=0.5"], "data.alpha: 0.5 given"),
         (["data.alpha=0.1", "data.partition=iid"], "data.alpha"),
         (["data.per_client=3", "data.partition=iid"], "data.per_client"),
+        (["data.per_client=3", "data.partition=natural"], "data.per_client: 3 given, which counts only with data.part"),
         (["data.size_skew=1.0", "data.partition=dirichlet"], "data.size_skew"),
         (["robust.fraction=0.1"], "robust.fraction"),
         (["robust.byzantine=2", "robust.name=median"], "robust.byzantine"),
@@ -52,6 +53,7 @@ def test_what_is_asked_for_in_vain_is_said(settings: list[str], key: str) -> Non
     [
         ["data.alpha=0.1", "data.partition=dirichlet"],
         ["data.per_client=3"],
+        ["data.per_client=3", "data.size_skew=1.0", "data.partition=classes-in-turn"],
         ["data.partition=dirichlet"],
         ["robust.name=trimmed-mean", "robust.fraction=0.1"],
         ["robust.name=multi-krum", "robust.keep=2", "robust.byzantine=2"],

@@ -26,8 +26,12 @@ def _idle(config: Config) -> Iterator[str]:
     private = privacy.clip is not None and privacy.noise is not None
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
-        ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes'"),
-        ("data.size_skew", data.partition in (None, "iid", *dealt), "data.partition = 'iid' or 'classes'"),
+        ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes' or 'classes-in-turn'"),
+        (
+            "data.size_skew",
+            data.partition in (None, "iid", *dealt),
+            "data.partition = 'iid', 'classes' or 'classes-in-turn'",
+        ),
         ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
         ("robust.byzantine", robust.name in ("krum", "multi-krum"), "robust.name = 'krum' or 'multi-krum'"),
         ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),

@@ -55,7 +55,9 @@ def make_federation(
     data = load(dataset, root, download=download, **given)
     kind = partition or ("classes" if data.owner is None else "natural")
     if size_skew is not None and kind in ("dirichlet", "natural"):
-        raise TDPFedError(f"size_skew: {size_skew!r} with partition {kind!r}; allowed: with iid and classes only")
+        raise TDPFedError(
+            f"size_skew: {size_skew!r} with partition {kind!r}; allowed: with iid, classes, classes-in-turn"
+        )
     if kind == "natural":
         parts = _natural(data, clients, seed)
     else:

@@ -48,8 +48,9 @@ def classes(
 ) -> list[Indices]:
     """Give each client ``per_client`` classes, every class to somebody, and deal all samples.
 
-    Classes go out as evenly as they can and otherwise at random, or ``in_turn``: client k has the k-th and those that
-    follow it. The clients of a class share its samples unequally, log-normal with sigma ``size_skew``.
+    Classes go out as evenly as they can and otherwise at random, or ``in_turn``: client k has the k-th and those after
+    it, the first after the last. The clients of a class share its samples unequally, log-normal with sigma
+    ``size_skew``.
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
@@ -59,8 +60,7 @@ def classes(
     if clients < need:
         raise TDPFedError(
             f"clients: {clients!r} with {per_client} classes each{' in turn' if in_turn else ''} leave some of "
-            f"{len(names)} classes to nobody; "
-            f"allowed: {need} clients or more"
+            f"{len(names)} classes to nobody; allowed: {need} clients or more"
         )
     rng = generator(seed)
     holders: list[list[int]] = [[] for _ in names]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import State, Turn
 from tdpfed.engine.graphs import Graphed
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import LEAST_TOGETHER, Outcome, as_state, judged
+from tdpfed.engine.runners import LEAST_TOGETHER, Outcome, as_state, with_finiteness
 from tdpfed.engine.simulate import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.objective import Batch
@@ -73,7 +73,9 @@ class Ensemble:
         draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
         seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
         turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
-        return judged(*algorithm.update(_joined(messages), _joined(private), _all(draws), objective.gradient, turn))
+        return with_finiteness(
+            *algorithm.update(_joined(messages), _joined(private), _all(draws), objective.gradient, turn)
+        )
 
     @cached_property
     def _graphed(self) -> Graphed:

@@ -37,7 +37,7 @@ DRAWN_TOGETHER = 1 << 22
 """Samples of a round up to which they are drawn at once on a CPU: chunks that draw their own wait for each other."""
 
 FINITE = "finite"
-"""The metric that says whether all that a client gave is finite."""
+"""The metric, beside an algorithm's own, that says whether all that a client gave is finite."""
 
 LEAST_TOGETHER = 3
 """Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
@@ -139,7 +139,7 @@ class Runner:
         self, server: State, private: State, turn: Turn, index: Tensor | None = None
     ) -> tuple[State, State, State]:
         message = self.algorithm.broadcast(server, turn)
-        return judged(
+        return with_finiteness(
             *self.algorithm.update(message, private, self.batches(turn, index), self.objective.gradient, turn)
         )
 
@@ -199,8 +199,8 @@ class Runner:
         return max(LEAST_TOGETHER, bytes_ // per_client)
 
 
-def judged(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
-    """Return what clients gave, with the metric that says whether it is finite: where they are computed, in one go."""
+def with_finiteness(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
+    """Return what clients gave, and among the metrics whether all of it is finite."""
     values = (*metrics.values(), *private.values(), *upload.values())
     distinct = {id(value): value for value in values}.values()  # what is kept may be what is sent
     clients = metrics["loss"].shape

@@ -16,6 +16,7 @@ from tdpfed.data.federation import Federation
 from tdpfed.engine import checks, evaluate
 from tdpfed.engine.attacks import attackers, flip_labels
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
+from tdpfed.engine.meter import Meter, dense_bytes
 from tdpfed.engine.participation import Participation
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.ranks import ALONE, Ranks
@@ -98,10 +99,9 @@ class Simulation:
         if evaluate_clients is not None:
             self.judged = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
         self.round = 0
-        self.ledger = Ledger()
+        self.ledger, self.meter = Ledger(), Meter(self.algorithm, codec, federation.train_size)
         self.refused: list[Rejected] = []  # in the last round that was tried
         self._trained: tuple[Tensor, Outcome] | None = None
-        self._bytes: dict[int, tuple[int, int]] = {}  # down and up where all take part, by digits of the round
 
     def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
@@ -268,7 +268,7 @@ class Simulation:
     @property
     def compression_rate(self) -> float | None:
         """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
-        dense = self.uplink.dense_bytes(self.objective.layout)
+        dense = dense_bytes(self.objective.layout)
         return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
 
     @property
@@ -334,11 +334,9 @@ class Simulation:
 
     def _count(self, turn: Turn, outcome: Outcome, reported: Tensor) -> None:
         """Add to the ledger exactly the bytes of the messages, headers included."""
-        digits = len(str(turn.round))  # where all take part, only these change what a header takes
-        if turn.clients is not self._everybody or digits not in self._bytes:
-            held = self.federation.train_size
-            self._bytes[digits] = self.uplink.bytes_of(self.server, outcome.upload, turn, reported, held)
-        down, up = self._bytes[digits]
+        message = self.algorithm.broadcast(self.server, replace(turn, clients=turn.clients[:1]))
+        everybody = turn.clients is self._everybody
+        down, up = self.meter.sizes(message, outcome.upload, turn, reported, everybody=everybody)
         self.ledger.downlink += down
         self.ledger.uplink += up
         self.ledger.client_rounds += len(turn.clients)

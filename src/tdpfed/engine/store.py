@@ -61,6 +61,7 @@ class Store:
         device = next(iter(start.values())).device if start else torch.device("cpu")
         self.place: Place = ("ram" if size <= free_memory(device) // 2 else "mmap") if place == "auto" else place
         self.touched = torch.zeros(clients, dtype=torch.bool)  # who has trained, of all clients
+        self._untouched = clients  # how many have not
         self._sparse = True  # rows of those who have not are unwritten
 
     @cached_property
@@ -79,7 +80,7 @@ class Store:
     def rows(self, clients: Tensor) -> State:
         """Return the rows of those of the clients that this process holds, in their order; copies."""
         own = self.ranks.own(clients)
-        if not self._sparse or bool(self.touched.all()):
+        if not self._sparse or not self._untouched:
             return self._at(own)
         ids = own.cpu()
         known = self.touched[ids]
@@ -106,8 +107,10 @@ class Store:
         with ctrl_c_waits():  # no row of this round beside those of the last
             if len(ids):
                 spread(len(ids), write)
-            if not bool(self.touched.all()):
-                self.touched[clients.cpu()] = True
+            if self._untouched:
+                trained = clients.cpu()
+                self._untouched -= int((~self.touched[trained]).sum())
+                self.touched[trained] = True
 
     def whole(self) -> State:
         """Return the rows of all clients that this process holds: its own tensors, not copies."""

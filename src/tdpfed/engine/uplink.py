@@ -4,9 +4,7 @@ The gate refuses an upload that is not finite or whose factors lie too far from 
 factors of an unchanged tensor can wreck an average). A refused upload is named and left out; the round goes on.
 """
 
-from collections import Counter
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -17,9 +15,8 @@ from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.engine import attacks
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.layout import Layout
 from tdpfed.plan import FactorPlan
-from tdpfed.wire import Codec, Kind, Rejected, encoded_size, lossy, screen
+from tdpfed.wire import Codec, Rejected, lossy, screen
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,10 @@ class Uplink:
         return lossy(uploads, self.algorithm.layouts, self.codec, self.seed, int(turn.round), turn.clients)
 
     def refusals(self, uploads: State, server: State, turn: Turn, *, finite: bool = False) -> list[Rejected]:
-        """Return what the gate refuses of the turn's uploads, a refusal for each client; they may be known finite."""
+        """Return what the gate refuses of the turn's uploads, a refusal for each client.
+
+        ``finite``: that they are finite is known, and only the gauge is looked at.
+        """
         refused = [] if finite else screen(uploads, self.algorithm.layouts, turn.clients)
         plan, bound = self.plan, self.rule.gauge
         if plan is not None and bound is not None:
@@ -84,28 +84,6 @@ class Uplink:
                 reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
                 refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
         return refused
-
-    def bytes_of(self, server: State, uploads: State, turn: Turn, reported: Tensor, samples: Tensor) -> tuple[int, int]:
-        """Return exactly the bytes that a turn's clients get and those who ``reported`` send, headers included."""
-        message = self.algorithm.broadcast(server, replace(turn, clients=turn.clients[:1]))  # that of any of them
-        clients = turn.clients.cpu()
-        receivers, senders = clients.tolist(), clients[reported].tolist()
-        down = self._bytes(message, "down", "float32", turn, [(client, 0) for client in receivers])
-        held = samples[turn.clients].cpu()[reported].tolist()
-        return down, self._bytes(uploads, "up", self.codec, turn, list(zip(senders, held, strict=True)))
-
-    def dense_bytes(self, layout: Layout) -> int:
-        """Return the bytes of a message with the dense model."""
-        return encoded_size({"w": layout.size}, {"w": layout}, "float32", kind="up", round_=1, client=0, samples=1)
-
-    def _bytes(self, state: State, kind: Kind, codec: Codec, turn: Turn, headers: list[tuple[int, int]]) -> int:
-        lengths, layouts = {name: value.shape[-1] for name, value in state.items()}, self.algorithm.layouts
-        size = partial(encoded_size, lengths, layouts, codec, kind=kind, round_=int(turn.round))
-        digits = [tuple(len(str(number)) for number in header) for header in headers]
-        example = dict(zip(digits, headers, strict=True))  # headers of as many digits are as long
-        return sum(
-            count * size(client=example[key][0], samples=example[key][1]) for key, count in Counter(digits).items()
-        )
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:

@@ -22,6 +22,7 @@ import tdpfed
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.engine.checkpoint import Checkpoints, Snapshot
 from tdpfed.engine.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
+from tdpfed.engine.meter import dense_bytes
 from tdpfed.engine.records import Record
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
@@ -31,7 +32,6 @@ from tdpfed.flower.settings import Flower, flat, read_settings
 from tdpfed.flower.strategy import Outcome, Strategy
 from tdpfed.flower.task import Task
 from tdpfed.loggers import Loggers
-from tdpfed.wire import encoded_size
 
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
@@ -254,7 +254,7 @@ class _Server:
         last = self.records[-1] if self.records else None
         best = [r.personalized_accuracy for r in self.records if r.personalized_accuracy is not None]
         layout = side.objective.layout
-        dense = encoded_size({"w": layout.size}, {"w": layout}, "float32", kind="up", round_=1, client=0, samples=1)
+        dense = dense_bytes(layout)
         summary = {
             "status": status,
             "algorithm": side.algorithm.name,
