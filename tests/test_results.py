@@ -91,7 +91,28 @@ def test_what_the_paper_says_of_tdpfed_on_mnist_is_met_by_one_way_to_deal_or_the
     for name, said in (("TDPFed, x2, eta = 3e-4", "**99.22 ± 0.07**"), ("TDPFed, x1.5, eta = 3e-4", "99.20 ± 0.07")):
         assert said in text
         assert turns[name]["ours"] == said.strip("*")
-    assert turns["FedAvg"]["ours"].startswith("96.12 ")
+    text = " ".join(text.split())
+    for pattern, names in (
+        (r"FedAvg's global model ends at ([\d.]+) % \(paper 96\.78\)", ("FedAvg",)),
+        (r"subsets at ([\d.]+) and ([\d.]+) \(96\.15 and 95\.80\)", ("FedAvg (s.a.r.), x1.5", "FedAvg (s.a.r.), x2")),
+        (r"pFedMe at ([\d.]+) \(98\.64\)", ("pFedMe",)),
+        (r"training alone \(([\d.]+)\) and", ("local only (ours)",)),
+        (r"FedAvg's local models \(([\d.]+)\) are all above TDPFed", ("FedAvg, fine-tuned (ours)",)),
+    ):
+        found = re.search(pattern, text)
+        assert found is not None, pattern
+        assert list(found.groups()) == [turns[name]["ours"].split()[0] for name in names]
+    pairs = json.loads((ROOT / "results/mnist/classes-in-turn/pairs.json").read_text(encoding="utf-8"))["runs"]
+    own, alone = pairs["tdpfed-x2-eta=3e-4"], pairs["local"]
+    told = re.search(
+        r"clients is ([\d.]+) % and not ([\d.]+); in turn it is ([\d.]+)\. The eight pairs that both have gain too, "
+        r"([\d.]+) to ([\d.]+), while training alone does not \(([\d.]+) and ([\d.]+);",
+        text,
+    )
+    assert told is not None
+    both = [run[kind]["pairs in both"] for run in (own, alone) for kind in ("classes", "classes-in-turn")]
+    values = (own["classes"]["others"], own["classes"]["all"], own["classes-in-turn"]["all"], *both)
+    assert all(is_rounded(number, value) for number, value in zip(told.groups(), values, strict=True))
 
 
 LABELS = {
@@ -170,12 +191,15 @@ def test_speed_on_a_gpu() -> None:
         row for row in rows(ROOT / "docs/performance.md") if row[0].endswith(("FedAvg", "pFedMe", "compression 2"))
     ]
     assert len(lines) == 6
-    for (data, method), (_, *cells) in zip(dict.fromkeys(key[:2] for key in known), lines, strict=True):
+    labels = {"fedavg": "FedAvg", "pfedme": "pFedMe", "tdpfed": "TDPFed, compression 2"}
+    for (data, method), (label, *cells) in zip(dict.fromkeys(key[:2] for key in known), lines, strict=True):
+        assert label.endswith(labels[method])
         full, short = (known[data, method, precision] for precision in ("float32", "tf32"))
         kernels, share = short["kernels_per_local_round"], 100 * short["share_of_product_rate"]
         together = (full["cost_of_seeds_together"], short["cost_of_seeds_together"])
         values = (*(row["milliseconds_per_local_round"] for row in (full, short)), kernels, share, *together)
         for cell, value in zip(cells, values, strict=True):
             assert cell == "-" if value is None else is_rounded(cell.removesuffix(" %").replace(",", ""), value), cell
-    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
-    assert f"takes {made['whole'][0]['seconds']:.0f} s on MNIST" in text
+    for page in ("docs/performance.md", "README.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert re.search(rf"takes? {made['whole'][0]['seconds']:.0f} s on MNIST", text), page
