@@ -138,6 +138,7 @@ BAD = {
     "tau a word": ("digits", ["algorithm.tau=lots"], ["algorithm.tau", "'lots'", "integer"]),
     "batch": ("digits", ["algorithm.batch_size=0"], ["algorithm.batch_size", "0", "at least 1"]),
     "optimizer": ("digits", ["algorithm.optimizer=sgd"], ["algorithm.optimizer", "'sgd'", "'adam'"]),
+    "near": ("digits", ["data.partition=classes-in-trun"], ["must be 'iid'", "; did you mean 'classes-in-turn'?"]),
     "compression": ("digits", ["algorithm.compression=0"], ["algorithm.compression", "0", "above 0"]),
     "exclude a number": ("digits", ["algorithm.exclude=3"], ["algorithm.exclude", "3"]),
     "als alternating": (

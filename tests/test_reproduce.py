@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tdpfed.config import load_config
 from tdpfed.display import grid_progress
 from tdpfed.errors import TDPFedError
 from tdpfed.grid import run_cells
-from tdpfed.reproduce.experiment import cells_of, choose, find, write
+from tdpfed.reproduce.experiment import cells_of, choose, find, overruled, write
 from tdpfed.reproduce.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
 from tdpfed.reproduce.tables import _late, make, to_page
 
@@ -49,6 +50,26 @@ def test_every_row_has_a_run_and_every_run_a_configuration_that_differs_from_all
     assert all(cell.config.run.rounds == 800 for cell in cells)
     assert {row.accuracy for row in rows if row.paper is None} == {LOCAL, PERSONAL}
     assert all(row.accuracy == GLOBAL for row in rows if row.label.startswith("FedAvg") and row.paper is not None)
+
+
+def test_settings_that_runs_have_of_their_own_are_named() -> None:
+    study = STUDIES["mnist"]
+    given = ["algorithm.compression=4", "run.seed=4", "run.rounds=3", "algorithm.eta_p=0.07"]
+    lines = overruled(study, ["tdpfed-x2", "local"], 1, given)
+    assert lines == [
+        "--set algorithm.compression: does not count for tdpfed-x2, which have their own",
+        "--set run.seed: does not count, --seeds says it",
+        "--set run.rounds: does not count, --rounds says it",
+    ]
+    assert overruled(study, ["tdpfed-x2"], None, given[2:]) == []
+
+
+def test_without_matplotlib_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["reproduce", "mnist", "--rounds", "1", "--out", str(tmp_path / "made")])
+    assert isinstance(result.exception, TDPFedError)
+    assert str(result.exception) == "--figure: needs matplotlib, not installed; pip install 'tdpfed[report]'"
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_baseline_is_the_preset() -> None:
@@ -182,9 +203,13 @@ def test_late_is_the_median_of_the_last_ten_evaluations() -> None:
 def test_a_page_says_what_our_configuration_is() -> None:
     study = STUDIES["cifar10"]
     origin: dict[str, Any] = {"command": "c", "commits": [], "devices": [], "versions": [], "seeds": [0], "date": "d"}
-    page = to_page(study, [make(study, 3, {})], [], {**origin, "rounds": [800]}, [])
+    origin |= {"rounds": [800], "settings": ["data.partition=classes-in-turn"]}
+    page = to_page(study, [make(study, 3, {})], [], origin, [])
+    assert "Settings for all beside the preset's: `data.partition=classes-in-turn`." in page
     told = [line for line in page.splitlines() if line.startswith("- ") and "our configuration" in line]
     assert len(told) == 3
     assert all("`data.augment=flip-shift`" in line for line in told)
-    assert "Settings beside" not in to_page(study, [make(study, 2, {})], [], {**origin, "rounds": [800]}, [])
+    plain = to_page(study, [make(study, 2, {})], [], {**origin, "settings": []}, [])
+    assert "Settings beside" not in plain
+    assert "Settings for all" not in plain
     assert "after 800 rounds" not in page

@@ -261,7 +261,7 @@ def test_a_diverging_run_says_so_and_keeps_what_was_finished() -> None:
 
 
 def test_ctrl_c_ends_cleanly() -> None:
-    arguments = ["run", *options("run.rounds=100000"), "--out", "run", "--json"]
+    arguments = ["run", *options("run.rounds=100000"), "--out", "run", "--json", "--data-root", "my data"]
     # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
     process = subprocess.Popen(
         [*MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -275,6 +275,7 @@ def test_ctrl_c_ends_cleanly() -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
+    assert "go on with: tdpfed run --resume run --data-root 'my data'" in err
     summary = json.loads(out)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert summary["status"] == json.loads(Path("run/summary.json").read_text())["status"] == "interrupted"

@@ -1,5 +1,7 @@
 """Values checked against a pydantic model, and what is wrong with them in this package's words: all of it at once."""
 
+import difflib
+import re
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,7 +32,11 @@ def _told(section: type[BaseModel], where: str, path: list[str], found: list[Any
         *above, name = path
         return unknown(".".join([where, *above]).strip(".") or "section", name, _keys(section, above))
     reasons = " or ".join(one["msg"].removeprefix("Input should be ") for one in found)
-    return TDPFedError(f"{'.'.join([where, *path]).strip('.')}: {found[0]['input']!r} given, must be {reasons}")
+    given, near = found[0]["input"], ""
+    if isinstance(given, str):
+        words = [word for one in found if one["type"] == "literal_error" for word in re.findall("'(.*?)'", one["msg"])]
+        near = "".join(f"; did you mean {word!r}?" for word in difflib.get_close_matches(given, words, n=1))
+    return TDPFedError(f"{'.'.join([where, *path]).strip('.')}: {given!r} given, must be {reasons}{near}")
 
 
 def _keys(section: type[BaseModel], above: list[str]) -> list[str]:

@@ -55,12 +55,13 @@ class Data(Section):
     options: dict[str, Any] = Field({}, description="options of the data set, as alpha and beta of synthetic")
     clients: int | None = Field(None, ge=1, description="number of clients; 20, or all natural ones")
     partition: Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"] | None = Field(
-        None, description="how samples are dealt; natural where clients are given with the data, otherwise classes"
+        None,
+        description="how samples are dealt; natural where the data have clients, otherwise classes, drawn at random",
     )
-    per_client: int = Field(2, ge=1, description="classes: how many classes a client holds, drawn at random or in turn")
+    per_client: int = Field(2, ge=1, description="classes and classes-in-turn: how many classes a client holds")
     alpha: float = Field(0.5, gt=0, le=1e6, description="dirichlet: concentration; smaller is less alike")
     size_skew: float | None = Field(
-        None, ge=0, le=10, description="iid and classes: how unequal the shares are; 0 is equal"
+        None, ge=0, le=10, description="iid, classes and classes-in-turn: how unequal the shares are; 0 is equal"
     )
     min_samples: int = Field(1, ge=1, description="least number of samples per client")
     max_samples: int | None = Field(None, ge=2, description="cap on samples per client, to study scarce data")
@@ -69,7 +70,8 @@ class Data(Section):
     )
     test_fraction: float = Field(0.25, gt=0, lt=1, description="client split: share held out")
     normalize: Literal["standard", "feature", "unit", "none"] = Field(
-        "standard", description="scaling of the inputs: mean 0 and variance 1 by channel or by pixel; bytes to 0..1"
+        "standard",
+        description="scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",
     )
     augment: Literal["none", "flip", "flip-shift"] = Field(
         "none", description="training images as they are drawn: mirrored at random, and moved by up to 4 pixels"

@@ -51,7 +51,7 @@ def test_offline_names_the_files_and_the_folder(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist")
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(
-        TDPFedError, match=rf"'mnist': no download .*; put t10k-labels-idx1-ubyte\.gz into {tmp_path}/mnist$"
+        TDPFedError, match=rf"'mnist': no download .*; put t10k-labels-idx1-ubyte\.gz into {tmp_path}/mnist, or say"
     ):
         load("mnist", tmp_path)
     with pytest.raises(TDPFedError, match=r"'cifar100': no download .*; put cifar-100-binary\.tar\.gz into "):

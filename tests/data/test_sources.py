@@ -112,7 +112,9 @@ def test_a_download_with_a_wrong_checksum_leaves_nothing(tmp_path: Path, monkeyp
 
 def test_offline_says_which_files_to_put_where(tmp_path: Path) -> None:
     other = Source("c.gz", ("c",), ("elsewhere",), "https://example.org/c.gz", "0" * 64)
-    wanted = rf"put a\.gz into {tmp_path}/set and c\.gz into {tmp_path}/elsewhere$"
+    wanted = (
+        rf"put a\.gz into {tmp_path}/set and c\.gz into {tmp_path}/elsewhere, or say with --data-root where they are$"
+    )
     with pytest.raises(TDPFedError, match=r"no download of https://example\.org/a\.gz \(ConnectionError\); " + wanted):
         obtain("set", (SOURCE, other), tmp_path, download=True)
     with pytest.raises(TDPFedError, match=rf"'set': not found under {tmp_path}, .*; " + wanted):

@@ -1,6 +1,7 @@
 """Commands that run things, and the one that shows what came out."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -70,7 +71,7 @@ def run(
     else:
         Console().print(summary_table(summary, str(path)))
     if summary["status"] == "interrupted":
-        tell([f"interrupted; go on with: tdpfed run --resume {path}"])
+        tell([f"interrupted; {_go_on(path, data_root)}"])
         raise typer.Exit(130)
     return None
 
@@ -110,7 +111,12 @@ def compare(
 def _run_seeds(folder: Path, data_root: Path | None, json_: bool) -> None:
     from tdpfed.grid import seeds_in
 
-    _grid(seeds_in(folder), folder, data_root, json_, f"go on with: tdpfed run --resume {folder}")
+    _grid(seeds_in(folder), folder, data_root, json_, _go_on(folder, data_root))
+
+
+def _go_on(folder: Path, data_root: Path | None) -> str:
+    root = [] if data_root is None else ["--data-root", str(data_root)]
+    return f"go on with: {shlex.join(['tdpfed', 'run', '--resume', str(folder), *root])}"
 
 
 def _grid(
@@ -172,13 +178,18 @@ def reproduce(
     """Make the paper's tables and figures anew, its numbers beside ours."""
     from tdpfed.display import grid_progress
     from tdpfed.grid import finished, run_cells
+    from tdpfed.report.figures import check
     from tdpfed.reproduce import experiment
 
     study = experiment.find(name)
     folder = out or Path("results") / name
     asked = experiment.choose(study, table or (), figure or ())
     tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *asked))
-    cells = experiment.cells_of(study, study.needed(tables, figures), rounds, seeds, set_ or ())
+    if figures:
+        check("--figure")  # now, and not after all the runs
+    needed = study.needed(tables, figures)
+    cells = experiment.cells_of(study, needed, rounds, seeds, set_ or ())
+    tell(f"warning: {line}" for line in experiment.overruled(study, needed, rounds, set_ or ()))
     if no_run:
         cells = finished(cells, folder / "runs")
     elif not resume and (folder / "runs").is_dir() and any((folder / "runs").iterdir()):
@@ -191,7 +202,7 @@ def reproduce(
     except KeyboardInterrupt:
         tell(["interrupted; go on with the same command and --resume"])
         raise typer.Exit(130) from None
-    files = experiment.write(study, folder, outcomes, tables, figures)
+    files = experiment.write(study, folder, outcomes, tables, figures, set_ or ())
     failed = {outcome.cell.name: outcome.error for outcome in outcomes if outcome.error is not None}
     if json_:
         print_json({"folder": str(folder), "files": [str(file) for file in files], "failed": failed})

@@ -1,7 +1,8 @@
 """Who holds which samples: pure functions of a seed from labels to one index array per client.
 
-``iid``, ``classes``, ``dirichlet`` and ``natural`` deal the samples out, each sample at most once; ``bounded`` holds
-every client between a least and a largest number; ``split`` and ``split_official`` part training from test samples.
+``iid``, ``classes`` (at random or in turn), ``dirichlet`` and ``natural`` deal the samples out, each at most once;
+``bounded`` holds every client between a least and a largest number; ``split`` and ``split_official`` part training from
+test samples.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def classes(
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
-    if not 1 <= per_client <= len(names):
+    if not isinstance(per_client, int) or not 1 <= per_client <= len(names):
         raise TDPFedError(f"classes per client: {per_client!r}; allowed: 1 to {len(names)}, the classes there are")
     need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
     if clients < need:

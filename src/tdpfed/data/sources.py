@@ -142,7 +142,8 @@ def _wanted(missing: list[Source], place: Path) -> str:
     by_folder: dict[Path, list[str]] = {}
     for source in missing:
         by_folder.setdefault(place / source.folders[0], []).append(source.file)
-    return "put " + " and ".join(f"{', '.join(files)} into {folder}" for folder, files in by_folder.items())
+    put = " and ".join(f"{', '.join(files)} into {folder}" for folder, files in by_folder.items())
+    return f"put {put}, or say with --data-root where they are"
 
 
 def _brief(error: OSError) -> str:

@@ -37,12 +37,12 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def check() -> None:
-    """Refuse to draw without matplotlib."""
+def check(option: str = "--export") -> None:
+    """Refuse what an option asks for where there is no matplotlib."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise TDPFedError("--export: needs matplotlib, not installed; pip install 'tdpfed[report]'") from error
+        raise TDPFedError(f"{option}: needs matplotlib, not installed; pip install 'tdpfed[report]'") from error
 
 
 def draw(groups: Sequence[Group], save: Callable[[str, "Figure"], None]) -> None:

@@ -64,8 +64,26 @@ def cells_of(
     ]
 
 
+def overruled(study: Study, runs: Sequence[str], rounds: int | None, settings: Sequence[str]) -> list[str]:
+    """Return a line for each given setting that does not count for some of the runs: they have their own."""
+    lines = []
+    for key in dict.fromkeys(setting.partition("=")[0].strip() for setting in settings):
+        own = [run for run in runs if any(one.partition("=")[0] == key for one in study.runs[run])]
+        if key == "run.seed" or (rounds is not None and key in ("run.rounds", "run.evaluate_every")):
+            option = "--seeds" if key == "run.seed" else "--rounds"
+            lines.append(f"--set {key}: does not count, {option} says it")
+        elif own:
+            lines.append(f"--set {key}: does not count for {', '.join(own)}, which have their own")
+    return lines
+
+
 def write(
-    study: Study, folder: Path, outcomes: Sequence[Outcome], wanted: tuple[int, ...], figures: tuple[int, ...]
+    study: Study,
+    folder: Path,
+    outcomes: Sequence[Outcome],
+    wanted: tuple[int, ...],
+    figures: tuple[int, ...],
+    settings: Sequence[str] = (),
 ) -> list[Path]:
     """Write what the finished runs give: a page of all tables, a CSV file for each, figures, and their origin."""
     finished: dict[str, list[Path]] = {}
@@ -79,7 +97,7 @@ def write(
     for table in made:
         files.append(folder / f"table-{table.number}.csv")
         files[-1].write_text(tables.to_csv(table), encoding="utf-8")
-    origin = provenance(groups)
+    origin = {**provenance(groups), "settings": list(settings)}
     failed = [f"{outcome.cell.name}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
     images = draw(study, folder, figures, groups)
     files += [folder / "README.md", folder / "results.json", *images]

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tdpfed.errors import TDPFedError
-from tdpfed.report.figures import COLOURS, MARKERS, STYLE
+from tdpfed.report.figures import COLOURS, MARKERS, STYLE, check
 from tdpfed.report.group import Group
 from tdpfed.reproduce.paper import Row, Study
 
@@ -16,11 +15,10 @@ def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str
     """Draw the figures as PNG and SVG, two panels each; return the files."""
     if not figures:
         return []
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TDPFedError("--figure: needs matplotlib, not installed; pip install 'tdpfed[report]'") from error
+    check("--figure")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     files = []
     with matplotlib.rc_context(STYLE):
         for number in figures:
