@@ -1,4 +1,4 @@
-"""What a federated algorithm is: hyper-parameters and seven pure functions over explicit state.
+"""What a federated algorithm is: hyper-parameters and eight pure functions over explicit state.
 
 State has three places: ``server``, ``private`` (what a client keeps and never sends) and the messages between them.
 Each is a dict of tensors. A function is written for one client, tensors ``(P,)``; with a leading client axis,
