@@ -205,11 +205,11 @@ def test_a_page_says_what_our_configuration_is() -> None:
     origin: dict[str, Any] = {"command": "c", "commits": [], "devices": [], "versions": [], "seeds": [0], "date": "d"}
     origin |= {"rounds": [800], "settings": ["data.partition=classes-in-turn"]}
     page = to_page(study, [make(study, 3, {})], [], origin, [])
-    assert "Settings for all beside the preset's: `data.partition=classes-in-turn`." in page
+    assert "Settings given, where a run has none of its own: `data.partition=classes-in-turn`." in page
     told = [line for line in page.splitlines() if line.startswith("- ") and "our configuration" in line]
     assert len(told) == 3
     assert all("`data.augment=flip-shift`" in line for line in told)
     plain = to_page(study, [make(study, 2, {})], [], {**origin, "settings": []}, [])
     assert "Settings beside" not in plain
-    assert "Settings for all" not in plain
+    assert "Settings given" not in plain
     assert "after 800 rounds" not in page

@@ -122,10 +122,11 @@ def test_classes_reaches_the_least_number_under_strong_skew() -> None:
         (4, 2, "clients: 4 with 2 classes each leave some of 10 classes to nobody; allowed: 5 clients or more"),
         (4, 11, "classes per client: 11; allowed: 1 to 10"),
         (4, 0, "classes per client: 0; allowed: 1 to 10"),
+        (4, 2.5, r"classes per client: 2\.5; allowed: 1 to 10"),
         (30, 2, "clients: 30 put 6 clients on class 0, which has 5 samples; allowed: so many that each gets 1"),
     ],
 )
-def test_classes_that_cannot_be_dealt(clients: int, per_client: int, message: str) -> None:
+def test_classes_that_cannot_be_dealt(clients: int, per_client: Any, message: str) -> None:
     with pytest.raises(TDPFedError, match=message):
         classes(np.repeat(np.arange(10), 5), clients, per_client, 0)
 

@@ -30,7 +30,7 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
     name: str, codec: Any, number: int
 ) -> None:
     simulation = simulation_of(name, codec)
-    if number > 1:  # one of as many digits before it is not what is counted
+    if number > 1:  # after one whose number has a digit less, so that what is known of that must not count
         simulation.round = number - 2
         simulation.step()
         simulation.ledger = Ledger()

@@ -55,7 +55,7 @@ def classes(
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
-    if not isinstance(per_client, int) or not 1 <= per_client <= len(names):
+    if per_client not in range(1, len(names) + 1):
         raise TDPFedError(f"classes per client: {per_client!r}; allowed: 1 to {len(names)}, the classes there are")
     need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
     if clients < need:

@@ -161,7 +161,7 @@ def to_page(
         "they are averaged. `seconds` of seeds that were computed together are those of them all, and runs that shared "
         "a machine took longer for it."
         + f" The paper's numbers are after {ROUNDS} rounds." * (origin["rounds"] != [ROUNDS])
-        + f" Settings for all beside the preset's: {' '.join(f'`{one}`' for one in origin['settings'])}."
+        + f" Settings given, where a run has none of its own: {' '.join(f'`{one}`' for one in origin['settings'])}."
         * bool(origin["settings"])
         + " Lines of 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
         + "\n"
