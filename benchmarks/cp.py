@@ -26,8 +26,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.models import build
-from tdpfed.plan import FactorPlan
 
 CASES = (("dnn", 20), ("vgg8", 10))
 COMPRESSION = 2.0

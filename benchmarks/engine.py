@@ -17,7 +17,7 @@ from torch import nn
 
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation, make_federation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import build
 

@@ -19,12 +19,12 @@ from common import provenance, write
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from tdpfed.config import Config, load_config
+from tdpfed.config.loading import Config, load_config
 from tdpfed.data import Federation, make_federation
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.precision import arithmetic
 from tdpfed.engine.runners import rows_of
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
 

@@ -11,9 +11,9 @@ import torch
 from common import ROOT, provenance, write
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config import load_config
-from tdpfed.engine.folder import summarize
-from tdpfed.experiment import prepare, threads
+from tdpfed.config.loading import load_config
+from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.folder import summarize
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.data import Federation
-from tdpfed.plan import FactorPlan
 
 TAU, BATCH, S, S_PRIME = 23, 20, 5, 17
 LAM, ETA, ETA_P, ETA_FACTORS, MOMENTUM = 12.0, 0.05, 0.08, 8e-4, 0.5

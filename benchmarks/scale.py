@@ -25,11 +25,11 @@ from torch import nn
 
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation
-from tdpfed.engine.checkpoint import Checkpoints, snapshot_of
-from tdpfed.engine.participation import Participation
 from tdpfed.engine.ranks import joined
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.models import build
+from tdpfed.runs.checkpoints import Checkpoints, snapshot_of
+from tdpfed.server.participation import Participation
 
 POPULATIONS = (200, 1000, 3000, 10_000)
 HIDDEN = (25, 50, 100, 200, 400, 800, 1600)

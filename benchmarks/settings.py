@@ -21,13 +21,13 @@ import torch
 from common import ROOT, provenance, write
 from matplotlib.figure import Figure
 
-from tdpfed.config import load_config, to_toml
-from tdpfed.engine.folder import CONFIG, RunFolder
-from tdpfed.grid import Cell, Outcome, run_cells
+from tdpfed.config.loading import load_config, to_toml
 from tdpfed.report.figures import COLOURS, MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
+from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.runs.grid import Cell, Outcome, run_cells
 
 COLUMNS = {
     "personalized_accuracy": "personalised %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",

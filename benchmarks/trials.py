@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from common import ROOT, provenance, write
 
-from tdpfed.config import load_config
-from tdpfed.engine.folder import summarize
-from tdpfed.engine.records import Record
+from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
-from tdpfed.experiment import prepare, threads
+from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.folder import summarize
+from tdpfed.server.records import Record
 
 CURVE = ("round", "loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "uplink_bytes", "seconds")
 

@@ -15,8 +15,8 @@ import typer
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
-from tdpfed.config import Config
-from tdpfed.keys import section_keys
+from tdpfed.config.keys import section_keys
+from tdpfed.config.loading import Config
 
 MARK = "<!-- Everything below is made by docs/generate.py: change the code and run it again. -->\n"
 

@@ -10,8 +10,8 @@ import argparse
 import statistics
 
 from tdpfed import FedAvg, Local, PFedMe, TDPFed, make_federation, simulate
-from tdpfed.engine.records import Record
 from tdpfed.models import build
+from tdpfed.server.records import Record
 
 METHODS = (
     TDPFed(compression=2, tau=10, lam=12.0, s_prime=10, eta=2e-3),

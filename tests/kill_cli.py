@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from tdpfed.session import Session
+from tdpfed.runs.session import Session
 
 ALGORITHMS = ("tdpfed", "pfedme", "fedavg")
 When = Literal["start", "round", "save"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
 
 SHAPE, CLASSES = (1, 6, 6), 3

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from tdpfed import engine, wire
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
-from tdpfed.config import load_config, parse_config, presets
+from tdpfed.config.keys import describe
+from tdpfed.config.loading import load_config, parse_config, presets
 from tdpfed.data import available
 from tdpfed.data.sources import SOURCES
 from tdpfed.errors import TDPFedError
-from tdpfed.keys import describe
 from tdpfed.models import MODELS
 
 ROOT = Path(__file__).parents[1]

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tdpfed.config import parse_config
-from tdpfed.engine.records import Record
-from tdpfed.engine.simulate import Simulation
-from tdpfed.session import OnRound, Session
+from tdpfed.config.loading import parse_config
+from tdpfed.engine.simulation import Simulation
+from tdpfed.runs.session import OnRound, Session
+from tdpfed.server.records import Record
 
 ROUNDS, SETTLED = 2000, 100
 CONFIG = """

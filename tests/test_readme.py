@@ -13,12 +13,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import small
-from tdpfed import TDPFed, display, experiment
-from tdpfed.cli import app
-from tdpfed.config import load_config
-from tdpfed.engine.records import Record
-from tdpfed.engine.simulate import Simulation
+from tdpfed import TDPFed
+from tdpfed.cli import app, display
+from tdpfed.config.loading import load_config
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.runs import experiment
+from tdpfed.server.records import Record
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

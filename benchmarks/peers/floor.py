@@ -6,8 +6,8 @@ factor step, towards a matrix of any rank, and a composition are counted as in `
 
 import math
 
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.models import build
-from tdpfed.plan import FactorPlan
 
 CLIENTS, STEPS, BATCH = 20, 23, 20
 INNER, FACTOR_STEPS = 5, 17

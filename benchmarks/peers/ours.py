@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import tdpfed
-from tdpfed.config import load_config
-from tdpfed.experiment import prepare, threads
+from tdpfed.config.loading import load_config
+from tdpfed.runs.experiment import prepare, threads
 
 WARM_UP = 2
 CONV_STEPS = 5

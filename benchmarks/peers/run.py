@@ -28,8 +28,8 @@ sys.path.insert(0, str(HERE.parent))
 from common import ROOT, alternate, provenance, write
 from floor import operations
 
-from tdpfed.config import load_config
-from tdpfed.experiment import prepare
+from tdpfed.config.loading import load_config
+from tdpfed.runs.experiment import prepare
 
 TORCH = f"torch=={torch.__version__}"
 PEERS: dict[str, list[str]] = {

@@ -13,12 +13,12 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
     from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+    from tdpfed.cp.layers import densify, tensorize
+    from tdpfed.cp.plan import FactorPlan
     from tdpfed.data import Federation, make_federation
-    from tdpfed.engine.participation import Participation
-    from tdpfed.engine.result import Result, simulate
+    from tdpfed.engine.simulate import Result, simulate
     from tdpfed.errors import TDPFedError
-    from tdpfed.nn import densify, tensorize
-    from tdpfed.plan import FactorPlan
+    from tdpfed.server.participation import Participation
 
 __version__ = "0.1.0"
 
@@ -44,14 +44,26 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
     _NAMES = {
         "tdpfed.algorithms": ("FedAvg", "FedAvgSAR", "Local", "PFedMe", "PerFedAvg", "TDPFed"),
         "tdpfed.data": ("Federation", "make_federation"),
-        "tdpfed.engine.participation": ("Participation",),
-        "tdpfed.engine.result": ("Result", "simulate"),
+        "tdpfed.server.participation": ("Participation",),
+        "tdpfed.engine.simulate": ("Result", "simulate"),
         "tdpfed.errors": ("TDPFedError",),
-        "tdpfed.nn": ("densify", "tensorize"),
-        "tdpfed.plan": ("FactorPlan",),
+        "tdpfed.cp.layers": ("densify", "tensorize"),
+        "tdpfed.cp.plan": ("FactorPlan",),
     }
-    _MODULES = ("aggregate", "algorithms", "cp", "data", "engine", "errors", "layout", "models", "nn", "objective")
-    _MODULES += ("optim", "plan", "privacy", "wire")
+    _MODULES = (
+        "algorithms",
+        "config",
+        "core",
+        "cp",
+        "data",
+        "engine",
+        "errors",
+        "models",
+        "report",
+        "runs",
+        "server",
+        "wire",
+    )
 
     def __getattr__(name):
         for module, names in _NAMES.items():

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import small
-from tdpfed.aggregate import weighted_mean
 from tdpfed.algorithms import ALGORITHMS, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
 from tdpfed.algorithms.base import to_each
 from tdpfed.engine.runners import Runner
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.server.robust import weighted_mean
 
 BAD: list[tuple[type, str, Any, list[str]]] = [
     (FedAvg, "tau", 0, ["at least 1"]),

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import small
 from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, Turn
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.participation import Participation
 
 
 def test_local_is_sgd_on_ones_own_data_across_rounds() -> None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import small
 from tdpfed.algorithms import TDPFed, Turn
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import rows_of
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.plan import FactorPlan
 
 CLIENT = 2
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import small
-from tdpfed.aggregate import Rule, average_for, median, weighted_mean, within_gauge
 from tdpfed.algorithms import FedAvg, Turn
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.attacks import Kind, alie_deviations, attack, attackers, flip_labels
 from tdpfed.errors import TDPFedError
-from tdpfed.plan import FactorPlan
+from tdpfed.server.robust import Rule, average_for, median, weighted_mean, within_gauge
 
 KINDS: list[Kind] = list(get_args(Kind))
 PLAN = FactorPlan.of({"fc.weight": (8, 6), "fc.bias": (8,), "conv.weight": (6, 5, 3, 3)}, 1.5)

@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 
 import small
 from tdpfed import make_federation
-from tdpfed.config import load_config
+from tdpfed.config.loading import load_config
 from tdpfed.data.federation import AUGMENT
 from tdpfed.engine.augment import REACH, augmented
 from tdpfed.errors import TDPFedError
-from tdpfed.experiment import prepare
+from tdpfed.runs.experiment import prepare
 
 CLIENTS, BATCH, SHAPE = 3, 50, (2, 5, 7)
 

@@ -14,7 +14,7 @@ import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
 from tdpfed.data import Federation
 from tdpfed.engine.diagnostics import Diagnostics, diagnose, envelope
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 
 SHAPE, PER_CLIENT, CLIENTS, LAM = (4, 5), 6, 3, 3.0

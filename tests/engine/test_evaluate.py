@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import small
+from tdpfed.core.objective import Objective
 from tdpfed.data import Federation
 from tdpfed.engine import evaluate
 from tdpfed.models import build
-from tdpfed.objective import Objective
 
 TESTS = [3, 0, 7, 1, 0]
 

@@ -5,7 +5,7 @@ import torch
 
 import small
 from tdpfed.engine.precision import Precision, arithmetic
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 
 

@@ -9,18 +9,18 @@ import torch
 from typer.testing import CliRunner
 
 import small
-from tdpfed.aggregate import Rule
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
 from tdpfed.cli import app
-from tdpfed.config import load_config
-from tdpfed.display import progress, summary_table
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
-from tdpfed.engine.uplink import Attack
+from tdpfed.cli.display import progress, summary_table
+from tdpfed.config.loading import load_config
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.experiment import prepare
-from tdpfed.privacy import Accountant, Privacy
-from tdpfed.session import Session
+from tdpfed.runs.experiment import prepare
+from tdpfed.runs.session import Session
+from tdpfed.server.gate import Attack
+from tdpfed.server.participation import Participation
+from tdpfed.server.privacy import Accountant, Privacy
+from tdpfed.server.robust import Rule
 
 FAST: dict[str, Any] = {"tau": 2, "batch_size": 4, "weights": "uniform"}
 PRIVACY = Privacy(1.0, 2.0)

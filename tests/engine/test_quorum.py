@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 import small
-from tdpfed.aggregate import Rule, krum, multi_krum, trimmed_mean
 from tdpfed.algorithms import FedAvg, Local, TDPFed
-from tdpfed.config import load_config
-from tdpfed.display import progress
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
-from tdpfed.engine.uplink import Attack
+from tdpfed.cli.display import progress
+from tdpfed.config.loading import load_config
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
-from tdpfed.session import Session
+from tdpfed.runs.session import Session
+from tdpfed.server.gate import Attack
+from tdpfed.server.participation import Participation
+from tdpfed.server.robust import Rule, krum, multi_krum, trimmed_mean
 
 FAST: dict[str, Any] = {"tau": 2, "batch_size": 4}
 

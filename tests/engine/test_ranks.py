@@ -21,16 +21,16 @@ from typer.testing import CliRunner
 import small
 from hub import together
 from tdpfed import Local, Participation
-from tdpfed.aggregate import Rule
 from tdpfed.cli import app
-from tdpfed.config import load_config
-from tdpfed.engine.checkpoint import Checkpoints
+from tdpfed.config.loading import load_config
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ranks import ALONE, Ranks, joined
-from tdpfed.engine.simulate import Simulation
-from tdpfed.engine.uplink import Attack
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import RankError, TDPFedError
-from tdpfed.session import Session
+from tdpfed.runs.checkpoints import Checkpoints
+from tdpfed.runs.session import Session
+from tdpfed.server.gate import Attack
+from tdpfed.server.robust import Rule
 
 SETTINGS = [
     "run.rounds=6", "run.evaluate_every=1", "run.threads=1", "checkpoint.every=2", "participation.clients=3",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, Federation, TDPFed, TDPFedError, simulate
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 
 FAST: dict[str, Any] = {"tau": 2, "batch_size": 4}
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, FedAvgSAR, Federation, Local, Participation, PerFedAvg, PFedMe, TDPFed, simulate
-from tdpfed.engine.records import Ledger, Record
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.server.records import Ledger, Record
 
 FAST: dict[str, Any] = {"tau": 1, "batch_size": 2}
 

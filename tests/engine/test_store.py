@@ -14,15 +14,15 @@ from torch import Tensor
 
 import small
 from tdpfed import Participation
-from tdpfed.config import load_config
+from tdpfed.config.loading import load_config
 from tdpfed.engine import store as module
-from tdpfed.engine.checkpoint import Checkpoints, restore, snapshot_of
 from tdpfed.engine.ranks import Ranks
-from tdpfed.engine.result import simulate
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulate import simulate
+from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store, existing, free_memory
 from tdpfed.errors import TDPFedError
-from tdpfed.session import Session
+from tdpfed.runs.checkpoints import Checkpoints, restore, snapshot_of
+from tdpfed.runs.session import Session
 
 START = {"theta": torch.arange(3.0), "seen": torch.zeros(1, dtype=torch.int16), "none": torch.zeros(0)}
 
@@ -252,7 +252,7 @@ def test_what_never_trained_comes_back_as_the_start(tmp_path: Path) -> None:
 def test_large_layers_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [simulation for simulation, _ in saves(tmp_path / "one", 12, 9)][-1]
     row = 8 * sum(value.numel() for value in small.mlp().parameters())
-    monkeypatch.setattr("tdpfed.engine.checkpoint.FILE_BYTES", 2 * row)
+    monkeypatch.setattr("tdpfed.runs.checkpoints.FILE_BYTES", 2 * row)
     for simulation, _ in saves(tmp_path / "many", 12, 9):
         found = Checkpoints(tmp_path / "many").load()
         assert found is not None

@@ -17,14 +17,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from torch import nn
 
-from tdpfed.config import Config, load_config
-from tdpfed.engine.simulate import Simulation
-from tdpfed.experiment import prepare
+from tdpfed.config.loading import Config, load_config
+from tdpfed.engine.simulation import Simulation
 from tdpfed.flower import client_app, envelope
 from tdpfed.flower.private import PrivateStore
 from tdpfed.flower.server_app import run_server
 from tdpfed.flower.settings import Flower, as_run_config
 from tdpfed.models import build
+from tdpfed.runs.experiment import prepare
 
 NODES = 3
 QUICK = ("algorithm.name=fedavg", "algorithms.fedavg.tau=2")

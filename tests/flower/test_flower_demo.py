@@ -16,7 +16,7 @@ from flwr.common.config import parse_config_args
 from typer.testing import CliRunner
 
 from tdpfed.cli import app
-from tdpfed.config import load_config
+from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import demo as demos
 from tdpfed.flower import federation as federations
@@ -287,7 +287,7 @@ def test_the_command_line_shows_the_summary(
 ) -> None:
     from fake import digits, simulated
 
-    from tdpfed.engine.folder import summarize
+    from tdpfed.runs.folder import summarize
 
     simulation = simulated(digits("algorithm.name=fedavg"), 1)
     made = {**summarize(simulation, [simulation.record(1.0)], model="dnn", status="finished"), "error": None}

@@ -25,8 +25,7 @@ import torch
 from fake import DigitsTask, FakeGrid, run_config
 from safetensors.torch import load_file
 
-from tdpfed.config import Config, load_config
-from tdpfed.experiment import prepare
+from tdpfed.config.loading import Config, load_config
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
@@ -36,6 +35,7 @@ from tdpfed.flower.keys import make_keys
 from tdpfed.flower.private import PrivateStore
 from tdpfed.flower.server_app import run_server
 from tdpfed.flower.settings import Flower, as_run_config
+from tdpfed.runs.experiment import prepare
 
 COMMAND = [sys.executable, "-c", "from tdpfed.cli import main; main()", "flower", "demo"]
 PATIENCE = 400.0
@@ -182,7 +182,7 @@ def tampered(message, context):
     if not context.node_config.get("bad") or message.metadata.message_type != "train":
         return reply
     import hashlib, json, torch
-    from tdpfed.layout import Layout
+    from tdpfed.core.layout import Layout
     from tdpfed.wire import encode
 
     round_, data = int(message.metadata.group_id), bytearray(reply.content["wire"]["wire"].data)

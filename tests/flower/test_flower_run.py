@@ -28,7 +28,7 @@ from fake import (
 )
 from flwr.app import Array, ArrayRecord, Message
 
-from tdpfed.config import Config
+from tdpfed.config.loading import Config
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower import envelope, load_personalized, server_app
 from tdpfed.wire import encode
@@ -183,7 +183,7 @@ def not_a_number(case: Case) -> Any:
 
 
 def shape(case: Case) -> Any:
-    from tdpfed.layout import Layout
+    from tdpfed.core.layout import Layout
 
     other = Layout.of({"w": torch.zeros(3, 4)})
 

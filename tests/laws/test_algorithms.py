@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import small
-from tdpfed.aggregate import weighted_mean
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.participation import Participation
+from tdpfed.server.robust import weighted_mean
 
 CONDITIONS = [Participation(), Participation(3), Participation(2, "all"), Participation(4, dropout=0.3)]
 DENSE: dict[str, Any] = {"exclude": ("*",), "optimizer": "gd", "s_prime": 1}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import small
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed, Turn
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.participation import Participation
 
 CLIENTS, CHOSEN, ROUNDS, SEED = 6, 3, 200, 4
 ALGORITHMS: dict[str, Algorithm] = {

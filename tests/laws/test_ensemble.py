@@ -9,14 +9,14 @@ import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe
-from tdpfed.config import load_config
-from tdpfed.display import progress
+from tdpfed.cli.display import progress
+from tdpfed.config.loading import load_config
 from tdpfed.engine.ensemble import Ensemble
-from tdpfed.engine.folder import RunFolder
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.session import Session, run_together
+from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.session import Session, run_together
+from tdpfed.server.participation import Participation
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 import small
 from tdpfed import FedAvg, TDPFedError
 from tdpfed.algorithms.base import Turn
-from tdpfed.engine.records import Ledger
 from tdpfed.engine.runners import rows_of
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.records import Ledger
 from tdpfed.wire import Expected, decode, encode, validate
 
 CODECS = ("float32", "float16", "bfloat16", "int8")

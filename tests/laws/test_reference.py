@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.core.draws import batch_indices
 from tdpfed.data import Federation
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.sampling import batch_indices
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.participation import Participation
 
 ROUNDS, CLIENTS = 3, 4
 SPECS = {2: "ar,br->ab", 4: "ar,br,cr,dr->abcd"}

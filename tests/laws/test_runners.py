@@ -7,10 +7,10 @@ import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.result import simulate
 from tdpfed.engine.runners import Runner
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulate import simulate
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.participation import Participation
 
 CLIENTS = 11
 CHUNKED = {

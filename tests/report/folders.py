@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tdpfed.config import load_config, to_toml
-from tdpfed.engine.folder import RunFolder, worst_decile
-from tdpfed.engine.records import Record
+from tdpfed.config.loading import load_config, to_toml
+from tdpfed.runs.folder import RunFolder, worst_decile
+from tdpfed.server.records import Record
 
 VERSIONS = {"tdpfed": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
 

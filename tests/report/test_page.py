@@ -10,9 +10,9 @@ import pytest
 from browser import Browser, browser, chromium
 
 from tdpfed.engine.attacks import attackers
-from tdpfed.engine.folder import RunFolder
 from tdpfed.report import Report, read_run, write_page
 from tdpfed.report.table import cost_to, results
+from tdpfed.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium")
 

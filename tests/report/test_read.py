@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tdpfed.engine.attacks import attackers
-from tdpfed.engine.folder import RunFolder
-from tdpfed.engine.records import Record
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse, read_run, read_runs
 from tdpfed.report.parse import FIELDS, FIGURES
+from tdpfed.runs.folder import RunFolder
+from tdpfed.server.records import Record
 
 
 def test_what_the_writer_wrote_is_what_is_read(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tdpfed import cli
-from tdpfed.engine.folder import RunFolder
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
-from tdpfed.plan import FactorPlan
 from tdpfed.report import Report, export, figures, follow, read_run, write_page
 from tdpfed.report.page import render
 from tdpfed.report.plans import plan_of
+from tdpfed.runs.folder import RunFolder
 
 
 def data_of(page: Path) -> dict[str, Any]:

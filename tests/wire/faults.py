@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tdpfed.layout import Layout
+from tdpfed.core.layout import Layout
 from tdpfed.wire import Expected, decode, encode
 
 BYTES = {"size", "magic", "version", "header", "checksum", "payload", "dtype", "shape"}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from tdpfed.layout import Layout
+from tdpfed.core.layout import Layout
 from tdpfed.wire import Codec, Expected, Layouts, decode, encode
 
 FACTORS = Layout.of({"fc1.A1": (3, 2), "fc1.A2": (4, 2), "fc1.bias": (3,), "conv": (2, 1, 2)})

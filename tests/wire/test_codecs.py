@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tdpfed.layout import Layout
+from tdpfed.core.layout import Layout
 from tdpfed.wire import Codec, Kind, lossy
 from tdpfed.wire.codecs import dither, draw_key, finite, first_not_finite, place, scales, shrink
 

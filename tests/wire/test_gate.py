@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import small
-from tdpfed.aggregate import weighted_mean
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed, Turn
 from tdpfed.algorithms.base import State
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.server.robust import weighted_mean
 from tdpfed.wire import Codec, Expected, Rejected, Rule, decode, encode, lossy, validate
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -16,7 +16,7 @@ import forge
 import pytest
 import torch
 
-from tdpfed.layout import Layout
+from tdpfed.core.layout import Layout
 from tdpfed.wire import Codec, encode
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -27,7 +27,7 @@ DECLARED = 4 * LENGTH
 
 RECEIVER = """
 import sys
-from tdpfed.layout import Layout
+from tdpfed.core.layout import Layout
 from tdpfed.wire import Expected, Rejected, decode, validate
 
 def resident(field):

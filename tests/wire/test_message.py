@@ -14,8 +14,8 @@ from torch import Tensor
 
 import small
 from tdpfed.algorithms import Algorithm, FedAvg, TDPFed, Turn
+from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError
-from tdpfed.layout import Layout
 from tdpfed.models import build
 from tdpfed.wire import Codec, Expected, Kind, Layouts, decode, encode, encoded_size, lossy, validate
 

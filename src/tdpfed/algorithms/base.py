@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_
 import torch
 from torch import Tensor
 
-from tdpfed.aggregate import Average
+from tdpfed.core.layout import Layout
+from tdpfed.core.objective import Batch
+from tdpfed.core.objective import Grad as Grad
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.layout import Layout
-from tdpfed.objective import Batch
-from tdpfed.objective import Grad as Grad
+from tdpfed.server.robust import Average
 
 State = dict[str, Tensor]
 Batches = Callable[[int], Batch]

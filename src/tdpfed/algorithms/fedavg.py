@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed import optim
-from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
+from tdpfed.core import optim
+from tdpfed.server.robust import Average
 
 
 @dataclass(frozen=True, kw_only=True)

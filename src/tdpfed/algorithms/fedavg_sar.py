@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Batches, Grad, State, Turn, hyper
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.engine.sampling import Stream, key, permute
-from tdpfed.layout import Layout
+from tdpfed.core.draws import Stream, key, permute
+from tdpfed.core.layout import Layout
+from tdpfed.server.robust import Average
 
 
 @dataclass(frozen=True, kw_only=True)

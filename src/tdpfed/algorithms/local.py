@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Batches, Grad, State, Turn
 from tdpfed.algorithms.fedavg import FedAvg
+from tdpfed.server.robust import Average
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tdpfed import optim
-from tdpfed.aggregate import Average
 from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
+from tdpfed.core import optim
+from tdpfed.core.layout import Layout
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
-from tdpfed.layout import Layout
-from tdpfed.plan import FactorPlan
-from tdpfed.several import Along
-from tdpfed.workspace import Turned, Workspace
+from tdpfed.fast.factors import Turned, Workspace
+from tdpfed.fast.first_layer import Along
+from tdpfed.server.robust import Average
 
 KEPT = ("moment0", "moment1", "steps")
 """What clients keep of an optimiser that goes on from round to round, as much of it as there is."""

@@ -100,7 +100,7 @@ def demo(
 ) -> None:
     """Run a federation on this machine: a SuperLink and SuperNodes as real processes, with TLS and authentication."""
     _need_flower()
-    from tdpfed.display import percent, summary_table
+    from tdpfed.cli.display import percent, summary_table
     from tdpfed.flower.demo import plan, run_demo
 
     asked = plan(out, nodes, rounds, algorithm, set_ or (), own, node_config, insecure)

@@ -15,7 +15,7 @@ from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_own_code, pri
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
-    from tdpfed.grid import Cell
+    from tdpfed.runs.grid import Cell
 
 
 @app.command()
@@ -35,11 +35,11 @@ def run(
 
     In several processes: torchrun --nproc-per-node 2 -m tdpfed run ..., with the same numbers.
     """
-    from tdpfed.config import load_config
-    from tdpfed.display import no_progress, progress, summary_table
+    from tdpfed.cli.display import no_progress, progress, summary_table
+    from tdpfed.config.loading import load_config
     from tdpfed.engine.ranks import joined
-    from tdpfed.grid import begin_seeds, has_seeds
-    from tdpfed.session import Session
+    from tdpfed.runs.grid import begin_seeds, has_seeds
+    from tdpfed.runs.session import Session
 
     with joined() as ranks:
         if resume is not None:
@@ -98,7 +98,7 @@ def compare(
     json_: Json = False,
 ) -> None:
     """Run methods side by side over several seeds, or go on with that; end with a table and a page."""
-    from tdpfed.compare import cells_of, check_target
+    from tdpfed.report.compare import cells_of, check_target
 
     check_target(target)
     cells, notes = cells_of(source or "digits", algorithms, seeds, sweep or [], set_ or [])
@@ -109,7 +109,7 @@ def compare(
 
 
 def _run_seeds(folder: Path, data_root: Path | None, json_: bool) -> None:
-    from tdpfed.grid import seeds_in
+    from tdpfed.runs.grid import seeds_in
 
     _grid(seeds_in(folder), folder, data_root, json_, _go_on(folder, data_root))
 
@@ -129,9 +129,9 @@ def _grid(
     notes: Sequence[str] = (),
 ) -> None:
     """Run what is not finished of these cells, and show what they come to."""
-    from tdpfed.compare import CAPTION, conclude
-    from tdpfed.display import comparison_table, grid_progress
-    from tdpfed.grid import run_cells
+    from tdpfed.cli.display import comparison_table, grid_progress
+    from tdpfed.report.compare import CAPTION, conclude
+    from tdpfed.runs.grid import run_cells
 
     try:
         with grid_progress(cells) as show:
@@ -176,10 +176,10 @@ def reproduce(
     json_: Json = False,
 ) -> None:
     """Make the paper's tables and figures anew, its numbers beside ours."""
-    from tdpfed.display import grid_progress
-    from tdpfed.grid import finished, run_cells
+    from tdpfed.cli.display import grid_progress
+    from tdpfed.paper import experiment
     from tdpfed.report.figures import check
-    from tdpfed.reproduce import experiment
+    from tdpfed.runs.grid import finished, run_cells
 
     study = experiment.find(name)
     folder = out or Path("results") / name

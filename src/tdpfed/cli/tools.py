@@ -24,7 +24,7 @@ def keys(
     json_: Json = False,
 ) -> None:
     """List every key of the configuration: what it may be, its default and its meaning."""
-    from tdpfed.keys import describe
+    from tdpfed.config.keys import describe
 
     found = describe(algorithm)
     if json_:
@@ -49,7 +49,7 @@ def preset(
     json_: Json = False,
 ) -> None:
     """Print a preset as TOML, to begin a file of your own with; or list the presets."""
-    from tdpfed.config import preset_text, presets
+    from tdpfed.config.loading import preset_text, presets
 
     if name is not None:
         text = preset_text(name)
@@ -88,9 +88,9 @@ def plan(
     """Show ranks, parameter counts and compression rate of each layer (the paper's Table I)."""
     import torch
 
-    from tdpfed.display import plan_table
+    from tdpfed.cli.display import plan_table
+    from tdpfed.cp.plan import FactorPlan
     from tdpfed.models import from_spec
-    from tdpfed.plan import FactorPlan
 
     shape = None if input_shape is None else [_whole("--input-shape", size) for size in input_shape.split(",")]
     ranks = dict(_pair("--rank", text) for text in rank or [])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.errors import TDPFedError
-from tdpfed.gpu import kernels_for
+from tdpfed.fast.gpu import kernels_for
 
 CPU_CHUNK_BYTES = 3 << 19
 """On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""

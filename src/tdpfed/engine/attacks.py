@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import State, Turn
+from tdpfed.core.draws import Stream, choose, key, permute, uniform
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.data.federation import Federation
-from tdpfed.engine.sampling import Stream, choose, key, permute, uniform
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.plan import FactorPlan
 
 Draw = Callable[..., Tensor]
 """From counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""

@@ -6,7 +6,7 @@ As all draws, a change is a pure function of (seed, round, client, step, place i
 import torch
 from torch import Tensor
 
-from tdpfed.engine.sampling import Stream, key, mix
+from tdpfed.core.draws import Stream, key, mix
 
 REACH = 4
 """Pixels by which an image moves at most, in each direction."""

@@ -3,15 +3,15 @@
 import torch
 from torch import nn
 
-from tdpfed.aggregate import Rule
 from tdpfed.algorithms.base import Algorithm, Turn
+from tdpfed.core.objective import Objective, cross_entropy
 from tdpfed.data.federation import Federation
-from tdpfed.engine.participation import Participation
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.runners import FINITE, Outcome
-from tdpfed.engine.uplink import Attack, Uplink
 from tdpfed.errors import QuorumError, TDPFedError, unknown
-from tdpfed.objective import Objective, cross_entropy
+from tdpfed.server.gate import Attack, Uplink
+from tdpfed.server.participation import Participation
+from tdpfed.server.robust import Rule
 from tdpfed.wire import Rejected
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import State, Turn
-from tdpfed.engine.graphs import Graphed
+from tdpfed.core.objective import Batch
 from tdpfed.engine.precision import arithmetic
 from tdpfed.engine.runners import LEAST_TOGETHER, Outcome, as_state, with_finiteness
-from tdpfed.engine.simulate import Simulation
+from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.objective import Batch
+from tdpfed.fast.cuda_graphs import Graphed
 
 
 class Ensemble:

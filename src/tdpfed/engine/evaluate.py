@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tdpfed.core.objective import Objective
 from tdpfed.data.federation import Federation
 from tdpfed.engine.runners import LEAST_TOGETHER
-from tdpfed.objective import Objective
 
 SAMPLES_AT_ONCE = 4096
 """Samples in one forward pass, over all clients computed together, where memory allows."""

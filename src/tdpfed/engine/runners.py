@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
+from tdpfed.core.draws import batch_indices
+from tdpfed.core.objective import Batch, Objective
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
-from tdpfed.engine.graphs import Graphed
-from tdpfed.engine.groups import LITTLE, SMALL, Groups
 from tdpfed.engine.precision import Precision, arithmetic
-from tdpfed.engine.sampling import batch_indices
-from tdpfed.objective import Batch, Objective
+from tdpfed.fast.cuda_graphs import Graphed
+from tdpfed.fast.threads import LITTLE, SMALL, Groups
 from tdpfed.wire.codecs import finite
 
 RunnerName = Literal["batched", "loop"]

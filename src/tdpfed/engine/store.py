@@ -20,7 +20,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import State
 from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.signals import ctrl_c_waits
+from tdpfed.files import ctrl_c_waits
 
 Place = Literal["auto", "ram", "mmap"]
 Spread = Callable[[int, Callable[[slice], None]], None]

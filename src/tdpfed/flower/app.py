@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config import Checkpoint, Participation, Robust, Run, Wire, toml_value
+from tdpfed.config.loading import Checkpoint, Participation, Robust, Run, Wire, toml_value
+from tdpfed.config.sections import Section
 from tdpfed.errors import TDPFedError
 from tdpfed.flower.files import write_folder
 from tdpfed.flower.settings import REFUSED, Flower
-from tdpfed.sections import Section
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 LEFT_OUT = {key for key, _, _ in REFUSED} | {"run.runner", "run.chunk", "flower.secure_aggregation"}

@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from tdpfed.config import Config, load_config, toml_value
+from tdpfed.config.loading import Config, load_config, toml_value
 from tdpfed.data import make_federation
-from tdpfed.engine.folder import SUMMARY, RunFolder
 from tdpfed.errors import TDPFedError
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
 from tdpfed.flower.settings import Flower, as_run_config, flat, read_settings
 from tdpfed.flower.watch import Complaints, OnRound, Tell, follow, speed, why
+from tdpfed.runs.folder import SUMMARY, RunFolder
 
 CLASSES = 10
 MOST = 64

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tdpfed.config import toml_value
+from tdpfed.config.loading import toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes

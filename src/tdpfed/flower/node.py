@@ -14,14 +14,14 @@ from torch import Tensor
 
 import tdpfed
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
-from tdpfed.config import Config
-from tdpfed.engine.groups import SMALL
-from tdpfed.engine.sampling import Stream, batch_indices, key
+from tdpfed.config.loading import Config
+from tdpfed.core.draws import Stream, batch_indices, key
+from tdpfed.core.objective import Batch, Objective
 from tdpfed.errors import TDPFedError
+from tdpfed.fast.threads import SMALL
 from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
 from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
-from tdpfed.objective import Batch, Objective
 from tdpfed.wire import Expected, Layouts, decode, encode, encoded_size, validate
 
 AT_ONCE = 1024

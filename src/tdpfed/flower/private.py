@@ -24,8 +24,8 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from tdpfed.algorithms.base import State
+from tdpfed.core.objective import Objective
 from tdpfed.errors import TDPFedError
-from tdpfed.objective import Objective
 
 FORMAT = 2
 _NAME = re.compile(r"([0-9]{8,12})\.safetensors")

@@ -19,11 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save_file
 
 import tdpfed
-from tdpfed.config import Config, parse_config, to_toml
-from tdpfed.engine.checkpoint import Checkpoints, Snapshot
-from tdpfed.engine.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
-from tdpfed.engine.meter import dense_bytes
-from tdpfed.engine.records import Record
+from tdpfed.config.loading import Config, parse_config, to_toml
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.exchange import Exchange
@@ -31,7 +27,11 @@ from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, flat, read_settings
 from tdpfed.flower.strategy import Outcome, Strategy
 from tdpfed.flower.task import Task
-from tdpfed.loggers import Loggers
+from tdpfed.runs.checkpoints import Checkpoints, Snapshot
+from tdpfed.runs.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
+from tdpfed.runs.loggers import Loggers
+from tdpfed.server.records import Record
+from tdpfed.wire.meter import dense_bytes
 
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"

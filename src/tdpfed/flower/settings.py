@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import Field
 
-from tdpfed.aggregate import Rule
-from tdpfed.checked import checked
-from tdpfed.config import Config, Privacy, parse_config, table_at
+from tdpfed.config.errors import checked
+from tdpfed.config.loading import Config, Privacy, parse_config, table_at
+from tdpfed.config.sections import Section
 from tdpfed.engine.checks import check_settings
-from tdpfed.engine.participation import Participation
 from tdpfed.errors import TDPFedError, raise_all
-from tdpfed.sections import Section
+from tdpfed.server.participation import Participation
+from tdpfed.server.robust import Rule
 
 
 class Flower(Section):

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from tdpfed.aggregate import average_for
 from tdpfed.algorithms.base import State, Turn
 from tdpfed.engine.checks import below_quorum
-from tdpfed.engine.participation import Participation
-from tdpfed.engine.records import Ledger
-from tdpfed.engine.uplink import Uplink, accepted
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
+from tdpfed.server.gate import Uplink, accepted
+from tdpfed.server.participation import Participation
+from tdpfed.server.records import Ledger
+from tdpfed.server.robust import average_for
 from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
 
 RETRY = 3.0

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tdpfed.core.objective import Loss, Objective
 from tdpfed.errors import TDPFedError
 from tdpfed.models import seeded
-from tdpfed.objective import Loss, Objective
 
 Values = Tensor | NDArray[Any]
 

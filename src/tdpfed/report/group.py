@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tdpfed.engine.folder import DONE
 from tdpfed.report.parse import ACCURACIES, FIELDS, LOSSES, Number
 from tdpfed.report.read import IN_PROGRESS, Run, Series
+from tdpfed.runs.folder import DONE
 
 SEEDS = ("run.seed", "data.seed")
 ASIDE = (

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tdpfed.plan import FactorPlan
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.report.group import SEEDS, Group, flat, rivals_of
 from tdpfed.report.parse import ACCURACIES, LOSSES, Number
 from tdpfed.report.plans import plan_of

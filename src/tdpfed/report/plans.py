@@ -3,11 +3,11 @@
 import torch
 
 from tdpfed.algorithms import TDPFed
-from tdpfed.config import Config, parse_config
+from tdpfed.config.loading import Config, parse_config
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.data import available
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
-from tdpfed.plan import FactorPlan
 from tdpfed.report.read import Run
 
 

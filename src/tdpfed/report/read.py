@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tdpfed.engine.attacks import attackers
-from tdpfed.engine.folder import CONFIG, DONE, METRICS, REFUSALS, worst_decile
-from tdpfed.engine.folder import SUMMARY as SUMMARY
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
+from tdpfed.runs.folder import CONFIG, DONE, METRICS, REFUSALS, worst_decile
+from tdpfed.runs.folder import SUMMARY as SUMMARY
 
 IN_PROGRESS, FINISHED = "in progress", "finished"
 

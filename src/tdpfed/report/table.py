@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tdpfed.plan import FactorPlan
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.report.group import Group, Stat, rivals_of
 from tdpfed.report.parse import ACCURACIES, Number
 from tdpfed.report.read import Run

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tdpfed.engine.folder import CONFIG, METRICS, REFUSALS, SUMMARY
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
-from tdpfed.plan import FactorPlan
 from tdpfed.report import figures, table
 from tdpfed.report.group import Group, group_runs, in_progress
 from tdpfed.report.page import render
 from tdpfed.report.plans import plan_of
 from tdpfed.report.read import find_runs, read_runs
+from tdpfed.runs.folder import CONFIG, METRICS, REFUSALS, SUMMARY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import State
-from tdpfed.engine.sampling import Stream, key, mix
-from tdpfed.layout import Layout
+from tdpfed.core.draws import Stream, key, mix
+from tdpfed.core.layout import Layout
 
 Codec = Literal["float32", "float16", "bfloat16", "int8"]
 Kind = Literal["down", "up"]

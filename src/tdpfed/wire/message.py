@@ -18,8 +18,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tdpfed.algorithms.base import State
+from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.layout import Layout
 from tdpfed.wire.codecs import (
     DTYPES,
     SCALE,

@@ -1,0 +1,149 @@
+"""Runs whose every bit is compared before and after a change of structure, on one machine.
+
+``record`` runs the list below through the command line and stores, for each run, its records and a digest of every
+tensor in its last checkpoint. ``check`` runs it again and names what differs. Bits depend on the processor and its
+libraries, so a record is only valid on the machine that made it; it is not kept in the repository.
+
+    python benchmarks/golden.py record before.json --source OTHER_CHECKOUT/src
+    python benchmarks/golden.py check before.json
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+DIGITS = ("digits", "run.rounds=6", "run.evaluate_every=3", "checkpoint.every=3")
+MNIST = ("mnist", "run.rounds=5", "run.evaluate_every=5", "checkpoint.every=5")
+METHODS = ("tdpfed", "fedavg", "fedavg_sar", "pfedme", "perfedavg", "local")
+
+RUNS: dict[str, tuple[str, ...]] = {
+    **{f"digits-{name}": (*DIGITS, f"algorithm.name={name}") for name in METHODS},
+    **{f"mnist-{name}": (*MNIST, f"algorithm.name={name}") for name in METHODS},
+    "digits-act": (*DIGITS, "algorithm.aggregation=act"),
+    "digits-als": (*DIGITS, "algorithm.optimizer=als"),
+    "digits-gd": (*DIGITS, "algorithm.optimizer=gd"),
+    "digits-alternating": (*DIGITS, "algorithm.factor_steps=alternating", "algorithm.optimizer=rmsprop"),
+    "digits-run-state": (*DIGITS, "algorithm.optimizer_state=run"),
+    "digits-local-round": (*DIGITS, "algorithm.optimizer_state=local-round", "algorithm.optimizer=adagrad"),
+    "digits-keep-theta": (*DIGITS, "algorithm.keep_theta=true", "participation.clients=4"),
+    "digits-hessian": (*DIGITS, "algorithm.name=perfedavg", "algorithm.variant=hessian-free"),
+    "digits-int8": (*DIGITS, "wire.codec=int8"),
+    "digits-fedavg-int8": (*DIGITS, "algorithm.name=fedavg", "wire.codec=int8"),
+    "digits-sar-half": (*DIGITS, "algorithm.name=fedavg_sar", "wire.codec=float16", "participation.clients=5"),
+    "digits-robust": (*DIGITS, "robust.name=trimmed-mean", "robust.clip=median", "robust.attack=sign-flip"),
+    "digits-gauge": (*DIGITS, "robust.gauge=1", "robust.attack=gauge"),
+    "digits-sar-krum": (*DIGITS, "algorithm.name=fedavg_sar", "robust.name=krum", "robust.attack=alie"),
+    "digits-privacy": (
+        *DIGITS, "algorithm.name=fedavg", "privacy.clip=1", "privacy.noise=1", "algorithm.weights=uniform",
+        "participation.clients=5", "participation.sampling=poisson",
+    ),
+    "digits-act-privacy": (
+        *DIGITS, "algorithm.aggregation=act", "privacy.clip=1", "privacy.noise=0.5", "algorithm.weights=uniform",
+    ),
+    "digits-dropout": (*DIGITS, "participation.clients=5", "participation.dropout=0.3", "participation.train=all"),
+    "digits-seeds": (*DIGITS, "run.seeds=2"),
+    "digits-conv": (*DIGITS, "model.name=lenet", "run.rounds=3"),
+    "digits-conv-pfedme": (*DIGITS, "model.name=lenet", "run.rounds=3", "algorithm.name=pfedme"),
+    "mnist-momentum": (*MNIST, "algorithm.momentum=0.5"),
+    "mnist-act": (*MNIST, "algorithm.aggregation=act", "run.rounds=2"),
+}  # fmt: skip
+RESUMED = ("digits-tdpfed", "digits-act", "digits-fedavg_sar", "mnist-tdpfed")
+SHARED = ("digits-tdpfed", "digits-robust", "digits-local", "digits-fedavg_sar")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "check"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="where tdpfed lies")
+    parser.add_argument("--data-root", type=Path, default=None, help="where MNIST lies")
+    parser.add_argument("--only", default="", help="runs whose names contain this")
+    options = parser.parse_args()
+    names = [name for name in RUNS if options.only in name]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        made = {name: pool.submit(_run, name, Path(folder), options) for name in names}
+        for name in RESUMED:
+            if name in names:
+                made[f"{name}, resumed"] = pool.submit(_resumed, name, Path(folder), options)
+        for name in SHARED:
+            if name in names:
+                made[f"{name}, two processes"] = pool.submit(_run, name, Path(folder), options, processes=2)
+        found = {name: job.result() for name, job in made.items()}
+    if options.what == "record":
+        options.file.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{len(found)} runs recorded")
+        return
+    before = json.loads(options.file.read_text())
+    different = [name for name in found if found[name] != before.get(name)]
+    for name in different:
+        print(f"{name}: {_difference(before.get(name), found[name])}")
+    print(f"{len(found) - len(different)} of {len(found)} runs equal to the bit")
+    sys.exit(bool(different))
+
+
+def _run(name: str, folder: Path, options: argparse.Namespace, processes: int = 1) -> dict[str, Any]:
+    out = folder / f"{name}-{processes}"
+    source, *settings = RUNS[name]
+    _call(options, processes, source, *(part for one in settings for part in ("--set", one)), "--out", str(out))
+    return _contents(out)
+
+
+def _resumed(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Stop a run half way by asking for fewer rounds, then resume it to the end."""
+    out = folder / f"{name}-resumed"
+    source, *settings = RUNS[name]
+    rounds = next(one for one in settings if one.startswith("run.rounds="))
+    half = [one for one in settings if one != rounds]
+    half += ["run.rounds=3", "checkpoint.every=3"]
+    _call(options, 1, source, *(part for one in half for part in ("--set", one)), "--out", str(out))
+    config = out / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 3", f"rounds = {rounds.partition('=')[2]}"))
+    (out / "summary.json").unlink()
+    _call(options, 1, "--resume", str(out))
+    return {"tensors": _contents(out)["tensors"]}
+
+
+def _call(options: argparse.Namespace, processes: int, *arguments: str) -> None:
+    root = ["--data-root", str(options.data_root)] if options.data_root else []
+    many = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    command = [sys.executable, *many, "-m", "tdpfed", "run", *arguments, *root, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(options.source), "TDPFED_COMMIT": "golden"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
+
+
+def _contents(out: Path) -> dict[str, Any]:
+    """Return the records of a run without times, and a digest of every tensor that its newest checkpoint needs."""
+    records, tensors = [], {}
+    for file in sorted(out.rglob("metrics.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        records += [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    for folder in sorted(out.rglob("checkpoints")):
+        newest = json.loads(max(folder.glob("*.json")).read_text())
+        for entry in (newest["server"], *newest["private"]):
+            for key, value in sorted(load_file(folder / entry["name"]).items()):
+                place = f"{folder.parent.name if 'seed' in folder.parent.name else ''}{key}"
+                tensors[place] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return {"records": records, "tensors": tensors}
+
+
+def _difference(before: Any, now: Any) -> str:
+    if before is None:
+        return "not recorded before"
+    tensors = [key for key in now["tensors"] if now["tensors"][key] != before["tensors"].get(key)]
+    records = sum(a != b for a, b in zip(before.get("records", []), now.get("records", []), strict=False))
+    return f"tensors {tensors or 'equal'}, {records} records differ"
+
+
+if __name__ == "__main__":
+    main()

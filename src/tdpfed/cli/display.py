@@ -1,0 +1,202 @@
+"""What a person sees in the terminal: the live progress of runs (on standard error), and tables."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tdpfed.cp.plan import FactorPlan
+from tdpfed.engine.simulation import Simulation
+from tdpfed.report import table as tables
+from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.session import Session
+from tdpfed.server.records import Record
+
+COLUMNS = {
+    "personalised %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
+    "down MB": "down MB", "rounds to target": "rounds to target", "MB to target": "MB to target", "seconds": "seconds",
+}  # fmt: skip
+"""What the terminal shows of a comparison, with headings that fit; the files have more."""
+
+
+@contextmanager
+def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
+    """Show a bar with accuracy, loss, megabytes sent and time left; yield what to call after each round."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        title = f"{simulation.algorithm.name} on {simulation.federation.name}"
+        task = bar.add_task(title, total=rounds, state="")
+
+        def on_round(current: Simulation) -> None:
+            accuracy = records[-1].personalized_accuracy if records else None
+            sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
+            loss = "-" if current.train_loss is None else f"{current.train_loss:.4f}"
+            last = records[-1] if records else None
+            private = last is not None and last.epsilon is not None
+            spent = f"  epsilon {last.epsilon:.3f} at round {last.round}" if last and private else ""
+            state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB{spent}"
+            bar.update(task, completed=current.round, state=state)
+
+        yield on_round
+
+
+@contextmanager
+def no_progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
+    """Show nothing."""
+    del simulation, rounds, records
+    yield lambda _: None
+
+
+class GridProgress:
+    """One bar for all runs of a grid and one for what runs now, where there is a terminal; a line per finished run."""
+
+    def __init__(self, cells: Sequence[Cell], bar: Progress) -> None:
+        self.bar, self.runs, self.ended, self.kept = bar, len(cells), 0, 0
+        self.all = bar.add_task("all runs", total=sum(cell.config.run.rounds for cell in cells), state="")
+        self.now = bar.add_task("", total=None, state="", visible=False)
+        self.rounds: dict[str, int] = {}
+        self.warned: set[str] = set()
+
+    def start(self, cells: Sequence[Cell]) -> None:
+        """Show that these runs begin."""
+        self.say_kept()
+        seeds = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        total = sum(cell.config.run.rounds for cell in cells)
+        self.bar.update(self.now, description=f"{cells[0].name}{seeds}", total=total, completed=0, visible=True)
+
+    def round(self, session: Session) -> None:
+        """Show how far a run has come."""
+        rounds, name = session.simulation.round, session.folder.path.name
+        step, self.rounds[name] = rounds - self.rounds.get(name, 0), rounds
+        accuracy = session.records[-1].personalized_accuracy if session.records else None
+        self.bar.update(self.now, advance=step, state=f"accuracy {percent(accuracy)}")
+        self.bar.update(self.all, advance=step)
+
+    def end(self, outcome: Outcome) -> None:
+        """Show what became of a run."""
+        rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
+        self.ended += 1
+        self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
+        for warning in [one for one in outcome.warnings if one not in self.warned]:
+            self.warned.add(warning)  # runs of one configuration warn of the same
+            self._say(f"warning: {name}: {warning}")
+        if outcome.kept:
+            self.kept += 1
+        else:
+            self._say(f"{self.ended} of {self.runs}: {name} {'finished' if outcome.error is None else 'failed'}")
+
+    def say_kept(self) -> None:
+        """Say once how many runs there was nothing to do for."""
+        if self.kept:
+            self._say(f"{self.kept} of {self.runs} runs were finished before")
+            self.kept = 0
+
+    def _say(self, text: str) -> None:
+        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def grid_progress(cells: Sequence[Cell]) -> Iterator[GridProgress]:
+    """Show the progress of a grid on standard error."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        show = GridProgress(cells, bar)
+        yield show
+        show.say_kept()
+
+
+def comparison_table(made: tables.Table, title: str, caption: str, width: int = 120) -> Table:
+    """Return methods side by side: the best of a column bold, what the spread does not separate from it with ≈."""
+    at = {name: i for i, name in enumerate(made.titles)}
+    # One data set and one target are said once, not in every row.
+    datasets, targets = ({str(row[at[name]]) for row in made.rows} for name in ("data set", "target %"))
+    first = [*(["data set"] if len(datasets) > 1 else []), "method"]
+    # Where runs failed, means are over different numbers of them.
+    counts = ["runs"] if len({row[at["runs"]] for row in made.rows}) > 1 else []
+    columns = [*first, *counts, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
+    goal = "target" if len(targets) > 1 else f"{min(targets)} %"
+    narrow = width < 120  # spreads and units then have lines of their own
+    padding = (0, 0 if narrow else 1, 0, 0)
+    shown = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=padding)
+    shown.show_edge = shown.pad_edge = False
+    for column in columns:
+        heading = COLUMNS[column].replace("target", goal) if column in COLUMNS else column
+        justify: Literal["left", "right"] = "left" if column in first else "right"
+        shown.add_column(heading.replace(" ", "\n", 1) if narrow else heading, justify=justify, overflow="fold")
+    for row in made.rows:
+        shown.add_row(*(_marked(row[at[column]], "\n± " if narrow else " ± ") for column in columns))
+    return shown
+
+
+def _marked(cell: str | tables.Cell, between: str) -> str:
+    if isinstance(cell, str):
+        return escape(cell)
+    text = str(cell).replace(" ± ", between)
+    return {tables.BEST: f"[bold]{text}[/bold]", tables.CLOSE: f"≈ {text}"}.get(cell.mark, text)
+
+
+def plan_table(plan: FactorPlan, title: str) -> Table:
+    """Return the paper's Table I for a plan."""
+    table = Table(title=title, caption="rank -: the parameter stays dense")
+    for column in ("parameter", "shape", "rank", "dense", "factored", "rate"):
+        table.add_column(column, justify="left" if column == "parameter" else "right", overflow="fold")
+    for row in plan.rows():
+        size = "x".join(map(str, row.shape))
+        table.add_row(row.name, size, str(row.rank or "-"), f"{row.dense:,}", f"{row.factored:,}", f"{row.rate:.2f}")
+    table.add_section()
+    table.add_row("total", "", "", f"{plan.dense.size:,}", f"{plan.factors.size:,}", f"{plan.compression_rate:.2f}")
+    return table
+
+
+def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
+    """Return what a run came to."""
+    caption = (
+        "accuracy: right answers over all, on the clients' held-out samples. personalised: each client's own model "
+        "after its last training, and the common start of those never chosen; local: what clients report to the "
+        "server; global: the server's model"
+    )
+    title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
+    table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
+    up, down = summary["uplink_bytes"] / 1e6, summary["downlink_bytes"] / 1e6
+    rate = summary["compression_rate"]
+    trained = summary.get("clients_trained", summary["clients"])
+    some = "" if trained == summary["clients"] else f", of whom {trained} have trained"
+    best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])
+    rows = {
+        "personalised accuracy": percent(summary["personalized_accuracy"]),
+        "best round, worst clients": f"{best}, {worst} (mean of the worst tenth)",
+        "local model accuracy": percent(summary["local_accuracy"]),
+        "global model accuracy": percent(summary["global_accuracy"]),
+        "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
+        "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
+        "rounds, clients": f"{summary['rounds']}, {summary['clients']}{some}",
+        "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",
+        "run folder": folder,
+    }
+    if summary["epsilon"] is not None:
+        rows["privacy"] = f"epsilon {summary['epsilon']:.4g} at delta {summary['delta']:g}, per client"
+    if summary["rejected_uploads"]:
+        rows["refused uploads"] = f"{summary['rejected_uploads']:,} (refusals.jsonl)"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def percent(fraction: float | None) -> str:
+    """Return a fraction as per cent with two decimals, or a dash."""
+    return "-" if fraction is None else f"{100 * fraction:.2f} %"

@@ -1,0 +1,1 @@
+"""Configuration: its sections, how files are read, every key, and what is wrong with or unused in one."""

@@ -1,0 +1,80 @@
+"""What a configuration asks for in vain: settings that change nothing, and a compression that cannot be had.
+
+None of this is an error. A run says it before it starts, so that nobody takes two equal runs for a finding.
+"""
+
+from collections.abc import Iterator
+
+from tdpfed.algorithms import FedAvgSAR, TDPFed
+from tdpfed.algorithms.base import Algorithm
+from tdpfed.config.loading import Config
+from tdpfed.config.sections import Section
+
+NEAR = 0.8
+"""Share of the compression asked for below which it counts as missed; whole ranks and biases cost a little anyway."""
+
+
+def advice(config: Config, algorithm: Algorithm) -> list[str]:
+    """Return warnings on a configuration and its algorithm, which is bound to the model."""
+    return [*_idle(config), *_silent(config, algorithm), *_unmet(algorithm)]
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Yield settings that count only with another one, which is not there."""
+    data, robust, privacy = config.data, config.robust, config.privacy
+    dealt = ("classes", "classes-in-turn")
+    private = privacy.clip is not None and privacy.noise is not None
+    for key, counts, needed in (
+        ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
+        ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes' or 'classes-in-turn'"),
+        (
+            "data.size_skew",
+            data.partition in (None, "iid", *dealt),
+            "data.partition = 'iid', 'classes' or 'classes-in-turn'",
+        ),
+        ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
+        ("robust.byzantine", robust.name in ("krum", "multi-krum"), "robust.name = 'krum' or 'multi-krum'"),
+        ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),
+        ("robust.attack_fraction", robust.attack is not None, "robust.attack"),
+        ("robust.attack_strength", robust.attack is not None, "robust.attack"),
+        ("privacy.delta", private, "privacy.clip and privacy.noise"),
+    ):
+        section, _, name = key.partition(".")
+        if not counts and _given(getattr(config, section), name):
+            yield f"{key}: {getattr(getattr(config, section), name)!r} given, which counts only with {needed}"
+
+
+def _silent(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Yield settings of what travels, where nothing does."""
+    for key, value, usual in (
+        ("wire.codec", config.wire.codec, "float32"),
+        ("robust.name", config.robust.name, "mean"),
+        ("robust.clip", config.robust.clip, None),
+    ):
+        if not algorithm.communicates and value != usual:
+            yield f"{key}: {value!r} given, which changes nothing with {algorithm.name!r}: it sends nothing"
+
+
+def _unmet(algorithm: Algorithm) -> Iterator[str]:
+    """Yield a compression rate that the model does not allow; one with patterns or ranks was chosen by hand."""
+    layout = algorithm.layout
+    assert layout is not None, "bind the algorithm to a model first"
+    if isinstance(algorithm, FedAvgSAR):
+        rate, why = layout.size / algorithm.values(layout.size), f"the model has {layout.size:,} values"
+    elif isinstance(algorithm, TDPFed) and not algorithm.ranks and not algorithm.exclude:
+        plan = algorithm.plan
+        rate, why = plan.compression_rate, "a rank is at least 1, and biases stay dense"
+        if not any(plan.ranks):
+            why = "no parameter has fewer values as factors at this rate, so all stay dense"
+    else:
+        return
+    if rate < NEAR * algorithm.compression or (rate == 1 and algorithm.compression != 1):
+        yield f"algorithm.compression: {algorithm.compression:g} given, the model comes to {rate:.3g}: {why}"
+
+
+def _given(section: Section, name: str) -> bool:
+    """Whether a value is the user's own: no default, or written out in a file that is not a resolved one."""
+    fields = type(section).model_fields
+    resolved = {key for key, field in fields.items() if field.default is not None} <= section.model_fields_set
+    typed = name in section.model_fields_set and not resolved
+    return getattr(section, name) != fields[name].default or typed

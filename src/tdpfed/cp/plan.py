@@ -1,0 +1,215 @@
+"""A factor plan says which parameters of a model become CP factors, and at what rank.
+
+It is made from shapes alone. The factors are a second flat vector ``(..., Q)`` with a layout of their own; the plan
+maps between the two: ``compose`` (factors to dense), ``decompose`` (dense to factors) and ``residual_grad``, the
+gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorised local model (section V, appendix A). A parameter that
+stays dense is its own only factor, and follows the same rules.
+"""
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from tdpfed import cp
+from tdpfed.core.layout import Layout
+from tdpfed.errors import TDPFedError
+from tdpfed.fast.gpu import kernels_for, side_by_side
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What the plan does to one parameter: value counts before and after, and their ratio."""
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int | None
+    dense: int
+    factored: int
+
+    @property
+    def rate(self) -> float:
+        """Compression rate: dense over factored."""
+        return self.dense / self.factored
+
+
+@dataclass(frozen=True)
+class FactorPlan:
+    """The parameters of a model, and for each the CP rank it is factorised with (None: stays dense)."""
+
+    dense: Layout
+    ranks: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        source: nn.Module | Mapping[str, Tensor | Sequence[int]],
+        compression: float = 2.0,
+        *,
+        ranks: Mapping[str, int] | None = None,
+        include: str | Sequence[str] = ("*",),
+        exclude: str | Sequence[str] = (),
+    ) -> "FactorPlan":
+        """Plan for a module or a dict of shapes.
+
+        Every parameter of two or more dimensions that matches ``include`` and not ``exclude`` gets the rank of
+        :func:`rank_for`, unless it would not shrink. ``ranks`` maps patterns to explicit ranks, which are kept as they
+        are. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
+        """
+        layout = Layout.of(source)
+        include, exclude = ((given,) if isinstance(given, str) else given for given in (include, exclude))
+        if not (math.isfinite(compression) and compression > 0):
+            raise TDPFedError(f"compression: {compression} given, must be a finite rate above 0")
+        explicit: dict[str, int] = {}
+        for pattern, rank in (ranks or {}).items():
+            cp.check_rank(rank, f"rank of {pattern!r}")
+            for name in _matching(layout, pattern, "ranks"):
+                shape = layout.shapes[layout.names.index(name)]
+                if rank > math.prod(shape):
+                    raise TDPFedError(
+                        f"rank of {pattern!r}: {rank} given, must be at most {math.prod(shape)} for {name!r}"
+                    )
+                if len(shape) < 2:
+                    raise TDPFedError(
+                        f"ranks: {pattern!r} matches {name!r}, which has fewer than two dimensions and stays dense"
+                    )
+                explicit[name] = rank
+        included = {name for pattern in include for name in _matching(layout, pattern, "include")}
+        included -= {name for pattern in exclude for name in _matching(layout, pattern, "exclude")}
+
+        def rank_of(name: str, shape: tuple[int, ...]) -> int | None:
+            if name in explicit:
+                return explicit[name]
+            if name not in included or len(shape) < 2:
+                return None
+            rank = rank_for(shape, compression)
+            return rank if rank * sum(shape) < math.prod(shape) else None
+
+        return cls(layout, tuple(rank_of(name, shape) for name, shape in zip(layout.names, layout.shapes, strict=True)))
+
+    @cached_property
+    def factors(self) -> Layout:
+        """Layout of the factor vector: ``fc1.A1``, ``fc1.A2`` for ``fc1.weight``; dense parameters under their name."""
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        for name, shape, rank in self._parameters:
+            names += [name] if rank is None else [factor_name(name, n) for n in range(1, len(shape) + 1)]
+            shapes += [shape] if rank is None else [(size, rank) for size in shape]
+        return Layout(tuple(names), tuple(shapes))
+
+    @cached_property
+    def modes(self) -> list[int]:
+        """The mode, from 0, that each entry of the factor layout belongs to; 0 for a dense parameter."""
+        return [n for _, shape, rank in self._parameters for n in range(1 if rank is None else len(shape))]
+
+    @property
+    def compression_rate(self) -> float:
+        """Values of the model over values of its factors, all parameters counted."""
+        return self.dense.size / self.factors.size
+
+    def rows(self) -> list[PlanRow]:
+        """Return what happens to each parameter (the paper's Table I, biases included)."""
+        return [
+            PlanRow(name, shape, rank, math.prod(shape), math.prod(shape) if rank is None else rank * sum(shape))
+            for name, shape, rank in self._parameters
+        ]
+
+    def compose(self, a: Tensor) -> Tensor:
+        """Map factors ``(..., Q)`` to dense parameters ``(..., P)``."""
+        return self.dense.join([group[0] if rank is None else cp.compose(group) for group, rank in self._groups(a)])
+
+    def decompose(self, theta: Tensor, *, sweeps: int = 100, tol: float = 1e-5, seed: int = 0) -> Tensor:
+        """Map dense parameters ``(..., P)`` to factors ``(..., Q)`` by a fit from a cold start."""
+        factors: list[Tensor] = []
+        for tensor, (_, shape, rank) in zip(self.dense.split(theta), self._parameters, strict=True):
+            factors += (
+                [tensor] if rank is None else cp.decompose(tensor, rank, len(shape), sweeps=sweeps, tol=tol, seed=seed)
+            )
+        return self.factors.join(factors)
+
+    def refine(self, a: Tensor, theta: Tensor, *, sweeps: int = 1, tol: float = 0.0, damping: float = 0.0) -> Tensor:
+        """Fit factors ``(..., Q)`` to ``theta`` ``(..., P)`` by ALS, starting from ``a``; the residual never grows."""
+        factors: list[Tensor] = []
+        for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
+            if rank is None:
+                # What a damped sweep does to a tensor that is its own only factor.
+                factors.append(torch.lerp(tensor, group[0], (damping / (1 + damping)) ** sweeps))
+            else:
+                factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
+        return self.factors.join(factors)
+
+    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a`` ``(..., Q)``; ``out`` takes it."""
+        grad = torch.empty_like(a, memory_format=torch.contiguous_format) if out is None else out
+        # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
+        slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
+        parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
+        kernels = kernels_for(a, theta)
+        with side_by_side(a.device) as lane:
+            for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
+                pieces = [next(parts) for _ in group]
+                if rank is None and kernels is not None:
+                    continue
+                with lane():
+                    if rank is None:
+                        pieces[0].copy_((group[0] - tensor) * scale)
+                    else:
+                        cp.residual_grad(tensor, group, pieces, scale)
+            if kernels is not None and None in self.ranks:  # all dense parameters at once
+                with lane():
+                    kernels.differences(a.contiguous(), theta.contiguous(), grad, *_dense_places(self, a.device), scale)
+        return grad
+
+    def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw factors whose composed entries vary as ``theta`` ``(P,)`` does; dense parameters are taken from it."""
+        factors: list[Tensor] = []
+        for tensor, (_, shape, rank) in zip(self.dense.split(theta), self._parameters, strict=True):
+            variance = tensor.double().square().mean().item()
+            factors += (
+                [tensor] if rank is None else [f.to(theta) for f in cp.init_factors(shape, rank, variance, generator)]
+            )
+        return self.factors.join(factors)
+
+    @cached_property
+    def _parameters(self) -> list[tuple[str, tuple[int, ...], int | None]]:
+        return list(zip(self.dense.names, self.dense.shapes, self.ranks, strict=True))
+
+    def _groups(self, a: Tensor) -> list[tuple[list[Tensor], int | None]]:
+        """Return the factors of each parameter of ``dense``, in order, with its rank."""
+        tensors = iter(self.factors.split(a))
+        counts = [1 if rank is None else len(shape) for _, shape, rank in self._parameters]
+        return [([next(tensors) for _ in range(count)], rank) for count, rank in zip(counts, self.ranks, strict=True)]
+
+
+@lru_cache(8)
+def _dense_places(plan: FactorPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where the values of dense parameters lie in the factor vector, and where in the dense one."""
+    names = [name for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is None]
+
+    def within(layout: Layout) -> Tensor:
+        return torch.cat([torch.arange(layout.size)[layout.slices[name]] for name in names]).to(device)
+
+    return within(plan.factors), within(plan.dense)
+
+
+def rank_for(shape: Sequence[int], compression: float) -> int:
+    """Return the rank that compresses ``shape`` by about ``compression`` (section VII-B; gives the paper's Table I)."""
+    return max(1, round(math.prod(shape) / (compression * sum(shape))))
+
+
+def factor_name(parameter: str, mode: int) -> str:
+    """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorised layer."""
+    owner = re.sub(r"(^|\.)weight$", "", parameter)
+    return f"{owner}.A{mode}" if owner else f"A{mode}"
+
+
+def _matching(layout: Layout, pattern: str, field: str) -> list[str]:
+    names = [name for name in layout.names if fnmatch.fnmatchcase(name, pattern)]
+    if not names:
+        raise TDPFedError(f"{field}: the pattern {pattern!r} matches no parameter; there are {', '.join(layout.names)}")
+    return names

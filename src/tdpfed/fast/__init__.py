@@ -1,0 +1,1 @@
+"""Everything that is only there for speed; only the engine imports it."""

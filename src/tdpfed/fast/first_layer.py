@@ -1,0 +1,237 @@
+"""Several steps on one minibatch, in which the weights of the first layer are touched once.
+
+Where a linear layer's inputs X are the data themselves, a step moves its weights W towards V and along X alone:
+``W' = W + pull (V - W) - lr D^T X``, where D is the gradient in its outputs. So these, ``Z = X W^T``, follow without W:
+``Z' = Z + pull (X V^T - Z) - lr (X X^T) D``. Here ``X X^T`` is as small as the minibatch. After the last step one
+product brings W up to date. In exact arithmetic these are the steps themselves. With momentum the velocity is of that
+form too: a share of ``V - W`` and something along X.
+"""
+
+import copy
+import math
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tdpfed.fast.graph_rewrites import (
+    InPlace,
+    Part,
+    aten,
+    called_directly,
+    in_place,
+    place_in,
+    pull_,
+    remove,
+    separate_parts,
+    shape_of,
+    subtract_,
+    views_of,
+    without_join,
+)
+
+WIDE = 8
+"""Inputs per sample of a minibatch from which it is less work."""
+
+
+class Along(NamedTuple):
+    """The first layer's weights where nothing is left of their start: ``V + slopes^T X``, beside ``V`` of low rank."""
+
+    begin: int  # of the weights in theta
+    slopes: Tensor  # (K, samples, outputs)
+    inputs: Tensor  # (K, samples, inputs)
+
+
+Steps = tuple[Tensor, Tensor, Along | None]
+"""Theta, the loss before the last step, and what is known of the weights of theta's first layer."""
+
+
+class FirstLayer(NamedTuple):
+    """A recorded gradient without its first layer, and where the weights of that lie in theta."""
+
+    step: InPlace  # theta stepped but for W, given z, too; tells the gradient in z
+    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, and in what is before and after W, if any is)
+    begin: int
+    outputs: int
+    inputs: int
+
+    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
+        """Take ``count`` steps ``theta + pull (w - theta) - lr g`` in the memory of ``theta``."""
+        inputs = x.reshape(*x.shape[:2], self.inputs)
+        weights, anchor = (self._weights(flat) for flat in (theta, w))
+        z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
+        along, views = torch.zeros_like(z), self.step.look(theta)
+        for _ in range(count - 1):
+            in_z = self.step.move_only(x, y, z, w, pull, lr, *views)
+            z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
+            along.mul_(1 - pull).add_(in_z)
+        loss, in_z = self.step.move(x, y, z, w, pull, lr, *views)
+        along.mul_(1 - pull).add_(in_z)
+        kept = math.prod([1 - pull] * count)
+        along.mul_(-lr)
+        weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs)
+        return theta, loss, self._along(kept, along, inputs)
+
+    def steps_with_momentum(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
+    ) -> Steps:
+        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` in the memory of ``theta``."""
+        inputs = x.reshape(*x.shape[:2], self.inputs)
+        weights, anchor = (self._weights(flat) for flat in (theta, w))
+        start, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
+        others = list(zip(self._others(theta), self._others(w), strict=True))
+        z, share, along = start, 0.0, torch.zeros_like(start)  # W is W + share (V - W) + along^T X by now
+        share_v, along_v, velocities = 0.0, torch.zeros_like(start), [torch.zeros_like(part) for part, _ in others]
+        for step in range(count):
+            loss, in_z, *gradients = self.gradient(theta, x, y, z)
+            for (part, towards), slope, velocity in zip(others, gradients, velocities, strict=True):
+                g = torch.sub(part, towards).mul_(lam).add_(slope)
+                velocity.mul_(momentum).add_(g)
+                part.sub_(g.add_(velocity, alpha=momentum), alpha=lr)
+            pulled, in_z = lam * (share - 1), torch.add(in_z, along, alpha=lam)
+            share_v = momentum * share_v + pulled
+            along_v.mul_(momentum).add_(in_z)
+            share = float32(share - lr * (pulled + momentum * share_v))
+            along.sub_(in_z.add_(along_v, alpha=momentum), alpha=lr)
+            if step < count - 1:
+                z = torch.lerp(start, aim, share).baddbmm_(gram, along)
+        weights.lerp_(anchor, share).baddbmm_(along.mT, inputs)
+        return theta, loss, self._along(1 - share, along, inputs)
+
+    def _along(self, kept: float, slopes: Tensor, inputs: Tensor) -> Along | None:
+        lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps
+        return Along(self.begin, slopes, inputs) if lost_in_rounding else None
+
+    def _others(self, flat: Tensor) -> list[Tensor]:
+        """Return what lies before and after the weights, if anything does."""
+        end = self.begin + self.outputs * self.inputs
+        return [part for part in (flat[:, : self.begin], flat[:, end:]) if part.shape[1]]
+
+    def _weights(self, flat: Tensor) -> Tensor:
+        size = self.outputs * self.inputs
+        return flat.narrow(1, self.begin, size).view(len(flat), self.outputs, self.inputs)
+
+
+def first_layer(module: fx.GraphModule) -> FirstLayer | None:
+    """Return a recorded gradient cut at its first layer; None where that is no linear layer of many inputs."""
+    before = copy.deepcopy(module)  # opening changes it
+    stepped = _opened(module)
+    opened = None if stepped is None else _opened(before)
+    if stepped is None or opened is None:
+        return None
+    wide = shape_of(stepped.inputs)[2]
+    outputs = shape_of(stepped.first.node)[1] // wide
+    return FirstLayer(_stepping(stepped), _giving_gradients(opened), stepped.first.begin, outputs, wide)
+
+
+class _Opened(NamedTuple):
+    """A recorded gradient in which the first layer's outputs are given."""
+
+    module: fx.GraphModule
+    given: tuple[fx.Node, ...]  # theta, x, y, z
+    cat: fx.Node
+    parts: list[Part]
+    first: Part  # that of the first layer's weights
+    inputs: fx.Node
+    in_outputs: fx.Node  # the gradient in the first layer's outputs
+
+
+def _opened(module: fx.GraphModule) -> _Opened | None:
+    """Take the first layer out, if that is a linear one of many inputs."""
+    graph = module.graph
+    cat, parts = separate_parts(module)
+    theta, x, y = (node for node in graph.nodes if node.op == "placeholder")
+    data = views_of(x)
+    found = next((cut for part in parts if (cut := _cut(theta, part, data)) is not None), None)
+    if cat is None or found is None:
+        return None
+    first, outputs, in_outputs = found
+    inputs: Any = outputs.args[0]
+    (_, samples, wide) = shape_of(inputs)
+    if wide < WIDE * samples:
+        return None
+    with graph.inserting_after(y):
+        z = graph.placeholder("z")
+    z.meta = dict(outputs.meta)
+    outputs.replace_all_uses_with(z)
+    remove(outputs)
+    return _Opened(module, (theta, x, y, z), cat, parts, first, inputs, in_outputs)
+
+
+def _stepping(opened: _Opened) -> InPlace:
+    """Step down in all parameters but the first layer's weights, in the memory of theta."""
+    graph, (theta, _, _, z), first = opened.module.graph, opened.given, opened.first
+    with graph.inserting_after(z):
+        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # each before the last one
+    end = next(node for node in graph.nodes if node.op == "output")
+    with graph.inserting_before(end):
+        for start, stop in ((0, first.begin), (first.begin + shape_of(first.node)[1], shape_of(theta)[1])):
+            if start < stop:
+                place = graph.call_function(place_in, (theta, start, (stop - start,)))
+                graph.call_function(
+                    pull_, (place, graph.call_function(torch.narrow, (w, 1, start, stop - start)), pull)
+                )
+        for part in opened.parts:
+            if part is not first:
+                subtract_(graph, theta, part, lr)
+    answer: Any = end.args[0]
+    end.args = ((opened.cat, answer[1], opened.in_outputs),)
+    return in_place(without_join(opened.module, opened.cat, theta), theta)
+
+
+def _giving_gradients(opened: _Opened) -> fx.GraphModule:
+    """Return the gradients in the parameters before and after the first layer's weights."""
+    graph, first = opened.module.graph, opened.first
+    end = next(node for node in graph.nodes if node.op == "output")
+    before = [part.node for part in opened.parts if part.begin < first.begin]
+    after = [part.node for part in opened.parts if part.begin > first.begin]
+    with graph.inserting_before(end):
+        sides = [graph.call_function(torch.cat, (nodes, 1)) for nodes in (before, after) if nodes]
+    answer: Any = end.args[0]
+    end.args = ((answer[1], opened.in_outputs, *sides),)
+    remove(opened.cat)
+    opened.module.recompile()
+    return called_directly(opened.module)
+
+
+def _cut(theta: fx.Node, part: Part, data: set[fx.Node]) -> tuple[Part, fx.Node, fx.Node] | None:
+    """Return a part with the layer's outputs and the gradient in them, if it is the weights of one that sees data."""
+    if part.product is None:
+        return None
+    turned: Any
+    turned, inputs = part.product.args
+    if inputs not in data or not _is_turned(turned):
+        return None
+    weights = _slice_at(theta, part.begin)
+    for target in (aten.view.default, aten.transpose.int, aten.bmm.default):
+        if weights is None or len(weights.users) != 1:
+            return None
+        weights = next(iter(weights.users))
+        if weights.target is not target:
+            return None
+    assert weights is not None
+    if weights.args[0] is not inputs or not _is_turned(weights.args[1]):
+        return None
+    return part, weights, turned.args[0]
+
+
+def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
+    """Return the piece of theta that begins there."""
+    for split in theta.users:
+        if split.target is not aten.split_with_sizes.default or split.args[2:] != (1,):
+            continue
+        sizes: Any = split.args[1]
+        for piece in split.users:
+            if piece.target is operator.getitem and sum(sizes[: piece.args[1]]) == begin:
+                return piece
+    return None
+
+
+def float32(value: float) -> float:
+    """Return a number that every tensor takes: what has left the range of float32 is infinite."""
+    return value if abs(value) < torch.finfo(torch.float32).max else math.copysign(math.inf, value)
+
+
+def _is_turned(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.transpose.int and node.args[1:] == (1, 2)

@@ -1,0 +1,208 @@
+"""A gradient recorded once as a graph of tensor operators, put in better order, and replayed.
+
+Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. How
+the graph is changed, ``rewriting.py`` says; on a GPU convolutions become matrix products.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tdpfed.fast.convolution import as_products
+from tdpfed.fast.first_layer import FirstLayer, Steps, first_layer
+from tdpfed.fast.graph_rewrites import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
+
+Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]
+
+Kept = TypeVar("Kept")
+
+RECORDINGS = 64
+"""Kinds of input a recorded gradient is kept for: as many numbers of clients as come up where that varies."""
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while a model's ``forward`` runs: a call with other parameters, and recording, change the module meanwhile."""
+
+
+class Replayed:
+    """A gradient, recorded once per kind of input and replayed: the same operations, and so the same bits.
+
+    A function that cannot be recorded (its path depends on values) is called as it is. What a model's ``forward`` does
+    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept.
+    """
+
+    def __init__(self, function: Gradient) -> None:
+        self._function = function
+        self._gradients = _Recordings(self._recorded_gradient)
+        self._steps = _Recordings(self._recorded_step)
+        self._first_layers = _Recordings(self._recorded_first_layer)
+
+    def __call__(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradient and loss."""
+        return self._gradients.of(theta, x, y)(theta, x, y)
+
+    def step(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``theta + pull (w - theta) - lr g`` (``theta - lr g`` without a ``w``), and the loss.
+
+        ``theta`` is given up: the result may lie in its memory.
+        """
+        return self._steps.of(theta, x, y)(theta, x, y, w, pull, lr)
+
+    def mover(self, theta: Tensor, x: Tensor, y: Tensor, lr: float) -> "Mover":
+        """Return what takes steps ``theta - lr g`` in the memory of ``theta``, on minibatches of this kind."""
+        step = self._steps.of(theta, x, y)
+        return Mover(theta, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
+
+    def steps_with_momentum(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
+    ) -> Steps | None:
+        """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` come to, and the loss before the last.
+
+        None, and theta as it was, where the steps themselves are as quick.
+        """
+        known = self.first_layer(theta, x, y) if count > 1 else None
+        return None if known is None else known.steps_with_momentum(theta, x, y, w, lam, lr, momentum, count)
+
+    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
+        """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
+        known = self.first_layer(theta, x, y) if count > 1 else None
+        if known is not None:
+            return known.steps(theta, x, y, w, pull, lr, count)
+        for _ in range(count):
+            theta, loss = self.step(theta, x, y, w, pull, lr)
+        return theta, loss, None
+
+    def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
+        """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""
+        return self._first_layers.of(theta, x, y)
+
+    def _recorded_gradient(self, theta: Tensor, x: Tensor, y: Tensor) -> Gradient:
+        def make() -> Gradient:
+            graph = joined_in_place(self._record(theta, x, y))
+            made = as_products(graph) if theta.is_cuda else called_directly(graph)
+            made(theta, x, y)  # what does not run is not kept
+            return made
+
+        return _tried(make) or self._alone
+
+    def _recorded_step(self, theta: Tensor, x: Tensor, y: Tensor) -> Step:
+        def make() -> Step | None:
+            made = stepping(self._record(theta, x, y)) if _steps_in_place(theta) else None
+            if made is not None:
+                own = theta.clone()
+                made(own, x, y, theta, 0.5, 0.0)
+                made.move_only(x, y, None, 0.0, 0.0, *made.look(own))
+                if not _follows(made, own):
+                    return None
+            return made
+
+        return _tried(make) or self._step_after_gradient
+
+    def _recorded_first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
+        def make() -> FirstLayer | None:
+            made = first_layer(self._record(theta, x, y)) if theta.ndim == 2 and _steps_in_place(theta) else None
+            if made is not None:
+                if not _follows(made.step, theta):
+                    return None
+                made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
+                made.steps_with_momentum(theta.clone(), x, y, theta, 0.5, 0.0, 0.5, 2)
+            return made
+
+        return _tried(make)
+
+    def _record(self, theta: Tensor, x: Tensor, y: Tensor) -> fx.GraphModule:
+        def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
+            return self._function(theta, x, y)
+
+        graph = without_idle(make_fx(record)(theta, x, y))
+        return shortened(graph) if theta.device.type == "cpu" else graph
+
+    def _alone(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with ONE_AT_A_TIME:
+            return self._function(theta, x, y)
+
+    def _step_after_gradient(
+        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
+    ) -> tuple[Tensor, Tensor]:
+        g, loss = self(theta, x, y)
+        return after_gradient(theta, g, w, pull, lr), loss
+
+
+@dataclass(frozen=True)
+class Mover:
+    """Takes steps ``theta - lr g`` in the memory of one theta."""
+
+    theta: Tensor
+    lr: float
+    step: Step
+    views: tuple[Tensor, ...]  # of theta, if the step is taken there anyway
+
+    def move(self, x: Tensor, y: Tensor) -> None:
+        """Take a step on a minibatch."""
+        if isinstance(self.step, InPlace):
+            self.step.move_only(x, y, None, 0.0, self.lr, *self.views)
+        else:
+            self.move_and_tell(x, y)
+
+    def move_and_tell(self, x: Tensor, y: Tensor) -> Tensor:
+        """Take a step on a minibatch, and return the loss before it."""
+        if isinstance(self.step, InPlace):
+            loss: Tensor = self.step.move(x, y, None, 0.0, self.lr, *self.views)
+            return loss
+        moved, loss = self.step(self.theta, x, y, None, 0.0, self.lr)
+        self.theta.copy_(moved)
+        return loss
+
+
+def after_gradient(theta: Tensor, g: Tensor, w: Tensor | None, pull: float, lr: float) -> Tensor:
+    """Return ``theta + pull (w - theta) - lr g``, or ``theta - lr g`` in the memory of ``g``, which is given up."""
+    return torch.add(theta, g, alpha=-lr, out=g) if w is None else torch.lerp(theta, w, pull).sub_(g, alpha=lr)
+
+
+class _Recordings(Generic[Kept]):
+    """What ``make`` gives for each kind of input, the latest ``RECORDINGS`` of them."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Kept]) -> None:
+        self._make = make
+        self._known: OrderedDict[tuple[object, ...], tuple[Kept]] = OrderedDict()
+
+    def of(self, theta: Tensor, x: Tensor, y: Tensor) -> Kept:
+        """Return it for inputs of this kind."""
+        kind = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (theta, x, y))
+        found = self._known.get(kind)
+        if found is None:
+            with ONE_AT_A_TIME:
+                found = self._known.get(kind) or (self._make(theta, x, y),)
+                self._known[kind] = found
+                if len(self._known) > RECORDINGS:
+                    self._known.popitem(last=False)
+        return found[0]
+
+
+def _tried(make: Callable[[], Kept | None]) -> Kept | None:
+    """Return what ``make`` gives; None if something stops it, which the function as it is will show."""
+    try:
+        return make()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return None
+
+
+def _follows(step: InPlace, theta: Tensor) -> bool:
+    """Whether what a step sees of theta lies there: what is no view would not follow the steps."""
+    here = theta.untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == here for view in step.look(theta))
+
+
+def _steps_in_place(theta: Tensor) -> bool:
+    apart = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # rows that are one are not stepped in
+    return theta.device.type == "cpu" and theta.stride(-1) == 1 and apart

@@ -1,0 +1,55 @@
+"""The paper's figures: test accuracy and training loss against rounds, at both compression rates side by side."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tdpfed.paper.paper import Row, Study
+from tdpfed.report.figures import COLOURS, MARKERS, STYLE, check
+from tdpfed.report.group import Group
+
+OF = {"personalized_accuracy": "personalised", "global_accuracy": "global", "local_accuracy": "local"}
+
+
+def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str, Group]) -> list[Path]:
+    """Draw the figures as PNG and SVG, two panels each; return the files."""
+    if not figures:
+        return []
+    check("--figure")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    files = []
+    with matplotlib.rc_context(STYLE):
+        for number in figures:
+            figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+            panels = figure.subplots(1, len(study.curves), sharey=True)
+            for axes, (panel, rows) in zip(panels, study.curves.items(), strict=True):
+                for i, row in enumerate(rows):
+                    _curve(axes, i, row, study.figures[number], groups.get(row.run))
+                axes.set(title=f"({panel})", xlabel="communication round")
+                axes.legend(fontsize=7.5)
+            panels[0].set_ylabel("test accuracy, %" if study.figures[number] == "accuracy" else "training loss")
+            for suffix in ("png", "svg"):
+                files.append(folder / f"figure-{number}.{suffix}")
+                figure.savefig(files[-1])
+    return files
+
+
+def _curve(axes: Any, i: int, row: Row, kind: str, group: Group | None) -> None:
+    if group is None or not group.counted:
+        return
+    field, scale = (row.accuracy, 100.0) if kind == "accuracy" else ("loss", 1.0)
+    label = f"{row.label}, {OF[row.accuracy]}" if kind == "accuracy" else row.label
+    known = [
+        (at, scale * mean, scale * (spread or 0.0))
+        for at, mean, spread in zip(group.mean["round"], group.mean[field], group.spread[field], strict=True)
+        if at is not None and mean is not None
+    ]
+    if not known:
+        return
+    at, mean, spread = zip(*known, strict=True)
+    look = {"color": COLOURS[i], "marker": MARKERS[i], "markevery": max(1, len(at) // 8)}
+    axes.plot(at, mean, label=label, **look)
+    low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
+    axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.16, linewidth=0)

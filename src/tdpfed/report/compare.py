@@ -1,0 +1,203 @@
+"""Methods side by side: a grid of algorithms, swept settings and seeds, and what it comes to as a table and a page.
+
+The same call again finds the finished runs and goes on with the others. A setting that an algorithm does not have is
+left out for it, and that is said: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
+"""
+
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.config.keys import describe
+from tdpfed.config.loading import load_config, to_toml
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.report import Group, group_runs, read_runs, write_page
+from tdpfed.report import table as tables
+from tdpfed.report.group import Stat, rivals_of
+from tdpfed.report.parse import Number
+from tdpfed.runs.grid import Cell, Outcome
+
+CAPTION = (
+    "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
+    "from it, the means differ by no more than both deviations together. Personalised: each client's own model after "
+    "its last training (with fedavg the global model, trained further by the client). Global: the server's model. "
+    "Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
+    "uploaded MB until the personalised accuracy was first found at the target, - where a run never was."
+)
+OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
+"""Keys that have an option of their own."""
+
+Setting = tuple[str, str]
+"""A key and its value, as they are written on the command line."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a grid came to: its finished runs as groups and as a table, the files, what failed, what is to be noted."""
+
+    groups: Sequence[Group]
+    target: Number  # None: of each data set what all its runs reached
+    table: tables.Table
+    files: Mapping[str, Path]
+    failed: Mapping[str, Sequence[str]]  # by error: the runs it stopped
+    notes: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values; figures have the keys and units of ``summary.json``."""
+        failed = [{"run": name, "error": error} for error, names in self.failed.items() for name in names]
+        files = {name: str(path) for name, path in self.files.items()}
+        rows = [_row(group, self.groups, self.target) for group in self.groups]
+        return {"rows": rows, "files": files, "failed": failed, "notes": list(self.notes)}
+
+
+def cells_of(
+    source: str, algorithms: str, seeds: int, sweeps: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> tuple[list[Cell], list[str]]:
+    """Return the runs of a grid, seeds innermost, and what is to be said of settings that some methods lack."""
+    names = _names(algorithms)
+    if seeds < 1:
+        raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
+    load_config(source)  # what is wrong with it has nothing to do with the grid
+    keys = {name: {key.name for key in describe(name)} for name in names}
+    given = [_setting("--set", text) for text in overrides]
+    swept = [_sweep(text) for text in sweeps]
+    _check_keys("--set", [key for key, _ in given if key.startswith("algorithm.")], keys)
+    _check_keys("--sweep", [key for key, _ in swept], keys)
+
+    def lacks(name: str, key: str) -> bool:
+        return key.startswith("algorithm.") and not _has(keys[name], key)
+
+    found: dict[str, Cell] = {}
+    for name in names:
+        common = [f"{key}={value}" for key, value in given if not lacks(name, key)]
+        axes = [[(key, value) for value in values] for key, values in swept if not lacks(name, key)]
+        for settings in itertools.product(*axes):
+            for cell in _seeded(source, name, seeds, settings, common):
+                twin = found.setdefault(to_toml(cell.config), cell)
+                if twin is not cell:
+                    raise TDPFedError(f"--sweep: {twin.name} and {cell.name} are the same run; give each value once")
+    notes = [f"{name} has no {key}: runs without it" for key, _ in given for name in names if lacks(name, key)]
+    notes += [f"{name} has no {key}: not swept over it" for key, _ in swept for name in names if lacks(name, key)]
+    return list(found.values()), notes
+
+
+def check_target(target: float | None) -> None:
+    """Refuse a target accuracy that is no fraction."""
+    if target is not None and not 0 < target <= 1:
+        raise TDPFedError(f"--target: {target:g} given, must be above 0 and at most 1, as in 0.95")
+
+
+def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -> Comparison:
+    """Read the finished runs of a grid; write ``table.md``, ``table.csv`` and, where plotly is, ``report.html``."""
+    failed: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            failed.setdefault(outcome.error, []).append(outcome.cell.name)
+    finished = [outcome.path for outcome in outcomes if outcome.error is None]
+    runs, damage = read_runs(finished)
+    groups, notes = group_runs(runs)
+    notes, files = [*damage, *notes], {}
+    made = tables.results(groups, target)
+    if len(groups) > 1 and all(len(group.counted) == 1 for group in groups):
+        notes.append("one seed: no spread, so nothing says which differences are more than chance; give --seeds 3")
+    if groups:
+        texts = {"table.md": f"{tables.to_markdown(made)}\n{CAPTION}\n", "table.csv": tables.to_csv(made)}
+        files = {name: _written(folder / name, text) for name, text in texts.items()}
+        if importlib.util.find_spec("plotly") is None:
+            notes.append("no report.html: it needs plotly, not installed; pip install 'tdpfed[report]'")
+        else:
+            files["report.html"] = write_page(finished, folder / "report.html").page
+    return Comparison(groups, target, made, files, failed, notes)
+
+
+def _row(group: Group, groups: Sequence[Group], target: Number) -> dict[str, Any]:
+    rivals, goal = rivals_of(group, groups), tables.goal_of(group, groups, target)
+    marked = zip(tables.COLUMNS, tables.cells(group, rivals), strict=True)
+    costs = zip(tables.REACH, tables.reach(group, goal), tables.reach_cells(group, rivals, goal), strict=True)
+    return {
+        "method": group.label,
+        "algorithm": group.algorithm,
+        "dataset": group.dataset,
+        "runs": [str(run.path) for run in group.counted],
+        **{column.key: _plain(group.stat(column.key), cell.mark) for column, cell in marked},
+        "target": goal,
+        **{column.key: _plain(stat, cell.mark) for column, stat, cell in costs},
+    }
+
+
+def _plain(stat: Stat, mark: str) -> dict[str, Any]:
+    return {"mean": stat.mean, "spread": stat.spread, "mark": mark or None}
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in ALGORITHMS:
+            raise unknown("--algorithms", name, ALGORITHMS)
+        if names.count(name) > 1:
+            raise TDPFedError(f"--algorithms: {text!r} given, must name {name!r} only once")
+    return names
+
+
+def _setting(option: str, text: str) -> Setting:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not all(key.split(".")) or "." not in key:
+        like = "run.rounds=60" if option == "--set" else "algorithm.compression=2,4,8"
+        raise TDPFedError(f"{option}: {text!r} given, must be section.key=value, as in {like}")
+    return key, value
+
+
+def _sweep(text: str) -> tuple[str, list[str]]:
+    key, raw = _setting("--sweep", text)
+    values = [value.strip() for value in re.split(r",(?![^\[]*\])(?![^{]*\})", raw)]  # not within [] or {}
+    if not all(values):
+        raise TDPFedError(f"--sweep: {text!r} given, must have a value before, between and after its commas")
+    return key, values
+
+
+def _check_keys(option: str, given: Sequence[str], keys: Mapping[str, set[str]]) -> None:
+    """Refuse keys that none of the methods has, that another option sets, or that are swept over twice."""
+    known = set().union(*keys.values()) - set(OPTIONS)
+    for key in given:
+        if key in OPTIONS:
+            raise TDPFedError(f"{option}: {key!r} given, which {OPTIONS[key]} is for")
+        if not _has(known, key):
+            section, _, name = key.rpartition(".")
+            near = {one for one in known if one.startswith(f"{section}.") or one.endswith(f".{name}")}
+            raise unknown(option, key, near or known)
+        if option == "--sweep" and given.count(key) > 1:
+            raise TDPFedError(f"{option}: {key!r} given {given.count(key)} times, must be given once, with all values")
+
+
+def _has(keys: Iterable[str], key: str) -> bool:
+    """Whether a key is there, or belongs to a table that is, as ``data.options.alpha`` to ``data.options``."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], common: Sequence[str]) -> list[Cell]:
+    words = [name, *(f"{key.removeprefix('algorithm.')}={value}" for key, value in settings)]
+    label = re.sub(r"[^\w.=+-]+", "_", "-".join(words))
+    chosen = [*common, f"algorithm.name={name}", *(f"{key}={value}" for key, value in settings)]
+    try:
+        first = load_config(source, chosen).run.seed
+        return [
+            Cell(f"{label}-seed{seed}", load_config(source, [*chosen, f"run.seed={seed}", "run.seeds=1"]))
+            for seed in range(first, first + seeds)
+        ]
+    except TDPFedError as error:
+        foreign = str(error).startswith("algorithm: unknown")
+        hint = "; what a file says of one method alone belongs in its table [algorithms.NAME]" if foreign else ""
+        raise TDPFedError(f"{error} (for {label}{hint})") from None
+
+
+def _written(path: Path, text: str) -> Path:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TDPFedError(f"--out: cannot write {str(path)!r} ({error.strerror})") from None
+    return path

@@ -1,0 +1,345 @@
+"""Checkpoints: the state of a run on disk, so that a killed run goes on to the same bits.
+
+A checkpoint is a manifest, ``SERIAL.json``: round, meta, and size and SHA-256 sum of every file it needs and of itself.
+The server's state, and where clients start, is one safetensors file. The rows of the clients that have trained are a
+pile of layers, one for each save, above it those that changed since; a new one swallows those below that are not over
+twice its height, so the pile stays low and a save costs about what changed. A layer is one file, or several where it is
+large. Files are written under a temporary name, flushed and renamed, the manifest last: a checkpoint exists when its
+manifest does.
+
+The checkpoints kept share no file: a save builds on the oldest, which it replaces. One damaged file costs one of them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from tdpfed.algorithms.base import State
+from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.store import Rows, Store
+from tdpfed.errors import TDPFedError
+
+FORMAT = 2
+FILE_BYTES = 1 << 27
+"""Rows that go into one file, and are in memory once more while it is written or read."""
+
+_NAME = re.compile(r"([0-9]{8,})(\.json|-server\.safetensors|-private(?:-[0-9]+)?\.safetensors)(\.part)?")
+Make = Callable[[State, int], Rows]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run needs to go on: the server's state, the clients' rows, and the rest as plain values for JSON."""
+
+    round: int
+    server: State
+    private: Rows
+    meta: dict[str, Any]
+
+
+def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
+    """Return the state of a run, with ``meta`` added; the rows are the run's own: save before the next round."""
+    own = {"algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger)}
+    return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
+
+
+def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
+    """Put a run into the state of ``snapshot``, or leave it as it is where that does not fit.
+
+    Rows are copied, for two runs never share state; with ``take`` the snapshot's store becomes the run's own.
+    """
+    meta = snapshot.meta
+    for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
+        if meta.get(name) != mine:
+            raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r} as in this run")
+    for place, saved, have in (
+        ("server", _spec(snapshot.server), _spec(simulation.server)),
+        ("private", snapshot.private.spec, simulation.store.spec),
+    ):
+        if saved != have:
+            raise TDPFedError(f"checkpoint: {place} state {saved} saved, must be {have} as in this run")
+    try:
+        ledger = type(simulation.ledger)(**meta["ledger"])
+    except (KeyError, TypeError):
+        raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
+    # A copy: what torch allocates is aligned, on which the last bit may depend.
+    simulation.server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
+    if take and isinstance(snapshot.private, Store):
+        simulation.store = snapshot.private
+    else:
+        start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
+        simulation.store = simulation.store.like(start, snapshot.private.clients)
+        for ids in _pieces(snapshot.private, snapshot.private.touched.nonzero().flatten()):
+            simulation.store.put(ids, snapshot.private.rows(ids))
+    simulation.round, simulation.ledger, simulation._trained = snapshot.round, ledger, None
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint that this process wrote or read whole."""
+
+    serial: int
+    server: _File
+    layers: tuple[tuple[tuple[_File, ...], Tensor], ...]  # files and ids; later layers replace what earlier ones say
+    changed: Tensor  # (K,) which clients have changed since
+
+    @property
+    def files(self) -> list[_File]:
+        return [self.server, *(file for files, _ in self.layers for file in files)]
+
+
+class _DamagedError(Exception):
+    """A file of a checkpoint is not what was written; the message names it."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder of their own; the ``keep`` newest stay. One process writes at a time."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise TDPFedError(f"checkpoint.keep: {keep} given, must be at least 1")
+        self.folder, self.keep = folder, keep
+        self._spec: dict[str, str] | None = None
+        self._saved: list[_Saved] = []  # known to be good, oldest first
+        self._damaged: set[int] = set()
+
+    def save(self, snapshot: Snapshot, changed: Tensor | None) -> None:
+        """Write a checkpoint; ``changed`` are the ids of the clients that differ from the last save, None all.
+
+        When this returns the checkpoint is on the disk. When it raises, those before are as they were.
+        """
+        self._note(snapshot.private, changed)
+        try:
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True)
+                _sync(self.folder.parent)
+            self._clean()
+            self._saved = [*self._saved, self._write(snapshot)][-self.keep :]
+            self._clean()
+        except OSError as error:
+            with suppress(OSError):
+                self._clean()
+            raise TDPFedError(f"checkpoint: cannot write to {str(self.folder)!r} ({error.strerror})") from None
+
+    def load(self, device: torch.device | str = "cpu", make: Make = Store) -> tuple[Snapshot, list[str]] | None:
+        """Return the newest good checkpoint, and a warning for each damaged one that was passed over.
+
+        Rows go into what ``make`` gives for where clients start and how many there are. None where nothing was ever
+        saved. Where something was and none of it is good, the error names the files.
+        """
+        warnings = []
+        try:
+            serials = self._serials() if self.folder.exists() else []
+        except OSError as error:
+            raise TDPFedError(f"checkpoint: cannot read {str(self.folder)!r} ({error.strerror})") from None
+        for serial in serials:
+            try:
+                snapshot, saved = self._read(serial, torch.device(device), make)
+            except _DamagedError as damage:
+                warnings.append(f"checkpoint: {damage}")
+                self._damaged.add(serial)
+            else:
+                self._saved, self._spec = [saved], snapshot.private.spec
+                return snapshot, warnings
+        if warnings:
+            raise TDPFedError(f"checkpoint: none in {str(self.folder)!r} is good; {'; '.join(warnings)}")
+        return None
+
+    def rounds(self) -> list[int]:
+        """Return the rounds of the checkpoints whose manifests are good: those a run may go back to."""
+        found = []
+        for serial in self._serials() if self.folder.exists() else []:
+            with suppress(_DamagedError, KeyError, TypeError, ValueError):
+                found.append(int(_manifest(self.folder / f"{serial:08}.json")["round"]))
+        return found
+
+    def _note(self, private: Rows, changed: Tensor | None) -> None:
+        """Mark clients as changed, for good: a save that fails leaves them to the next."""
+        spec, clients = private.spec, private.clients
+        if spec != self._spec:
+            self._spec, self._saved = spec, []
+        ids = torch.arange(clients) if changed is None else changed.cpu()
+        if ids.dtype == torch.bool or bool(((ids < 0) | (ids >= clients)).any()):
+            raise TDPFedError(f"checkpoint: changed clients {ids.tolist()} given, must be ids below {clients}")
+        for saved in self._saved:
+            saved.changed[ids.to(torch.int64)] = True
+
+    def _stack(self, private: Rows) -> tuple[tuple[tuple[tuple[_File, ...], Tensor], ...], Tensor]:
+        """Return the layers a new checkpoint builds on, and the ids of the clients it writes on top."""
+        base = self._saved[0] if len(self._saved) == self.keep else None
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
+        if base is None or any(sizes.get(file.name) != file.size for file in base.files):
+            return (), private.touched.nonzero().flatten()
+        layers, ids = list(base.layers), (base.changed & private.touched).nonzero().flatten()
+        while layers and len(ids) and len(layers[-1][1]) <= 2 * len(ids):
+            ids = torch.cat([ids, layers.pop()[1]]).unique()
+        return tuple(layers), ids
+
+    def _write(self, snapshot: Snapshot) -> _Saved:
+        serial = 1 + max(self._names().values(), default=0)
+        private = snapshot.private
+        layers, ids = self._stack(private)
+        start = {f"start.{name}": value for name, value in private.start.items()}
+        # All under temporary names first, the manifest too: data without either manifest mean that one was deleted.
+        server = self._part(f"{serial:08}-server.safetensors", to_bytes(_owned(snapshot.server | start)))
+        new: list[_File] = []
+        for some in _pieces(private, ids) if len(ids) or not layers else ():
+            rows = {f"private.{name}": value for name, value in private.rows(some).items()}
+            name = f"{serial:08}-private{f'-{len(new)}' if new else ''}.safetensors"
+            new.append(self._part(name, to_bytes(_owned(rows) | {"ids": some.clone()})))
+        layers = (*layers, (tuple(new), ids)) if new else layers
+        saved = _Saved(serial, server, layers, torch.zeros(private.clients, dtype=torch.bool))
+        state = {"server": asdict(server), "private": [asdict(file) for file in saved.files[1:]]}
+        body = {"format": FORMAT, "round": snapshot.round, "meta": snapshot.meta, "clients": private.clients} | state
+        manifest = self._part(f"{serial:08}.json", _sealed(json.dumps(body).encode()))
+        for names in ([], [file.name for file in (server, *new)], [manifest.name]):
+            for name in names:
+                os.replace(self.folder / f"{name}.part", self.folder / name)
+            _sync(self.folder)
+        return saved
+
+    def _part(self, name: str, data: bytes) -> _File:
+        """Write ``data`` under the temporary name, down to the disk."""
+        with (self.folder / f"{name}.part").open("wb", buffering=0) as file:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
+            os.fsync(file.fileno())
+        return _File(name, len(data), hashlib.sha256(data).hexdigest())
+
+    def _read(self, serial: int, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
+        """Return a checkpoint, every byte of which is what was written."""
+        path = self.folder / f"{serial:08}.json"
+        try:
+            body = _manifest(path)
+            server = _File(**body["server"])
+            state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
+            start = {name: state.pop(f"start.{name}") for name in _after("start.", state)}
+            private = make(start, body["clients"])
+            layers: dict[str, tuple[tuple[_File, ...], Tensor]] = {}
+            for file in (_File(**entry) for entry in body["private"]):
+                some = from_bytes(self._checked(file))
+                ids, rows = some.pop("ids"), {name: some[f"private.{name}"] for name in _after("private.", some)}
+                private.put(ids, rows)
+                number = file.name.partition("-")[0]
+                files, known = layers.get(number, ((), ids[:0]))
+                layers[number] = ((*files, file), torch.cat([known, ids]))
+            saved = _Saved(serial, server, tuple(layers.values()), torch.zeros(private.clients, dtype=torch.bool))
+            return Snapshot(body["round"], state, private, body["meta"]), saved
+        except (TDPFedError, MemoryError, torch.OutOfMemoryError):  # no room for the rows
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError, SafetensorError) as error:
+            raise _DamagedError(f"{str(path)!r} does not fit its files ({error})") from None
+
+    def _checked(self, file: _File) -> bytes:
+        if not _NAME.fullmatch(file.name):
+            raise ValueError(f"{file.name!r} is no file of a checkpoint")
+        data = _bytes(self.folder / file.name, file.size)
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise _DamagedError(f"{str(self.folder / file.name)!r} is damaged, its SHA-256 sum is not its manifest's")
+        return data
+
+    def _clean(self) -> None:
+        """Remove what no kept checkpoint needs: old and damaged ones, and what a killed save left."""
+        keep = {saved.serial: {file.name for file in saved.files} for saved in self._saved}
+        for serial in self._serials():
+            if serial not in keep and serial not in self._damaged and len(keep) < self.keep:
+                with suppress(_DamagedError, KeyError, TypeError, ValueError):
+                    body = _manifest(self.folder / f"{serial:08}.json")
+                    keep[serial] = {entry["name"] for entry in (body["server"], *body["private"])}
+        needed = {f"{serial:08}.json" for serial in keep}.union(*keep.values())
+        # A manifest turns temporary before its files go, and goes last: at no instant does it look lost.
+        for name in self._names():
+            if name.endswith(".json") and name not in needed:
+                os.replace(self.folder / name, self.folder / f"{name}.part")
+        for name in sorted(self._names().keys() - needed, key=lambda name: name.endswith(".json.part")):
+            os.unlink(self.folder / name)
+
+    def _serials(self) -> list[int]:
+        """Return the checkpoints to look at, newest first: those with a manifest, and those that have lost it."""
+        names = self._names()
+        made = {serial for name, serial in names.items() if name.endswith(".json")}
+        data = {serial for name, serial in names.items() if name.endswith("-server.safetensors")}
+        return sorted(made | {serial for serial in data if f"{serial:08}.json.part" not in names}, reverse=True)
+
+    def _names(self) -> dict[str, int]:
+        """Return the files of checkpoints, each with its serial number."""
+        return {name: int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name))}
+
+
+def _spec(state: State) -> dict[str, str]:
+    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in state.items()}
+
+
+def _pieces(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:
+    """Return ids in parts whose rows are small enough to be handled at once."""
+    row = sum(value.nbytes for value in private.start.values())
+    pieces: tuple[Tensor, ...] = ids.split(max(1, FILE_BYTES // max(1, row)))
+    return pieces
+
+
+def _after(prefix: str, state: State) -> list[str]:
+    return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+
+
+def _owned(state: State) -> State:
+    """Return the tensors on the CPU, contiguous, no two in the same storage: what safetensors takes."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    first = {value.untyped_storage().data_ptr(): name for name, value in reversed(plain.items())}
+    return {name: v if first[v.untyped_storage().data_ptr()] == name else v.clone() for name, v in plain.items()}
+
+
+def _sealed(text: bytes) -> bytes:
+    """Return a JSON object with its SHA-256 sum as one more item at its end."""
+    return text[:-1] + f', "sha256": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Read a manifest whose sum is right."""
+    data = _bytes(path)
+    if data != _sealed(data[: -len(_sealed(b"}"))] + b"}"):
+        raise _DamagedError(f"{str(path)!r} is damaged, its SHA-256 sum is not its own")
+    body: dict[str, Any] = json.loads(data)
+    if body["format"] != FORMAT:
+        raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads {FORMAT}")
+    return body
+
+
+def _bytes(path: Path, size: int | None = None) -> bytes:
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise _DamagedError(f"{str(path)!r} is no file")
+        if size is not None and found.st_size != size:
+            raise _DamagedError(f"{str(path)!r} has {found.st_size} bytes, must have {size}")
+        return path.read_bytes()
+    except OSError as error:
+        raise _DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

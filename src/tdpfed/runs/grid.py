@@ -1,0 +1,181 @@
+"""Many runs side by side in one folder, a run folder each: what is finished stays, what fails stops no other.
+
+On a GPU runs that differ in their seed alone are computed together.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tdpfed.config.loading import Config, parse_config, to_toml
+from tdpfed.errors import TDPFedError
+from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.runs.session import Session, run_together
+
+SEEDS = "seeds.toml"
+"""The configuration of a run with several seeds, in the folder that holds the run of each."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid: the name of its folder, and its configuration."""
+
+    name: str
+    config: Config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: where it is, whether it was there before, and what stopped it if anything did."""
+
+    cell: Cell
+    path: Path
+    kept: bool = False
+    error: str | None = None
+    warnings: Sequence[str] = ()
+
+
+def begin_seeds(config: Config, folder: Path) -> Path:
+    """Make a folder for a run with several seeds, and return it; nothing is made where there is something else."""
+    if not has_seeds(folder):
+        RunFolder.check(folder)
+    elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
+        raise TDPFedError(f"--out: {str(folder)!r} holds another run; give another folder with --out")
+    _make(folder)
+    (folder / SEEDS).write_text(to_toml(config), encoding="utf-8")
+    return folder
+
+
+def has_seeds(folder: Path) -> bool:
+    """Whether a folder is that of a run with several seeds."""
+    return (folder / SEEDS).exists()
+
+
+def seeds_in(folder: Path) -> list[Cell]:
+    """Return a cell for each seed of such a folder."""
+    config = _configuration(folder / SEEDS)
+    seeds = range(config.run.seed, config.run.seed + config.run.seeds)
+    runs = (config.run.model_copy(update={"seed": seed, "seeds": 1}) for seed in seeds)
+    return [Cell(f"seed{run.seed}", config.model_copy(update={"run": run})) for run in runs]
+
+
+def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
+    """Return the cells that are finished in a folder; none of them is an error."""
+    done = [cell for cell in cells if RunFolder(folder / cell.name).done]
+    if cells and not done:
+        raise TDPFedError(f"--no-run: {str(folder)!r} holds none of these runs finished")
+    return done
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    folder: Path,
+    data_root: Path | None,
+    *,
+    on_start: Callable[[Sequence[Cell]], None],
+    on_round: Callable[[Session], None],
+    on_end: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Run the cells that are not finished; nothing is run where the folder holds another experiment.
+
+    Cells that were stopped go on from their last checkpoint, and so do those that failed. Ctrl-C is passed on.
+    """
+    paths = {cell.name: folder / cell.name for cell in cells}
+    if len(paths) < len(cells):
+        raise TDPFedError(f"cells: {len(cells)} given, of which only {len(paths)} have different names")
+    for cell in cells:
+        _check(paths[cell.name], cell.config)
+    _make(folder)
+    outcomes = {
+        cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
+    }
+    for outcome in outcomes.values():
+        on_end(outcome)
+    threads = torch.get_num_threads()  # a session may take fewer, and the next would think there are no more
+    for group in _together([cell for cell in cells if cell.name not in outcomes]):
+        on_start(group)
+        try:
+            ended = _run(group, [paths[cell.name] for cell in group], data_root, on_round)
+        finally:
+            torch.set_num_threads(threads)
+        for outcome in ended:
+            outcomes[outcome.cell.name] = outcome
+            on_end(outcome)
+    return [outcomes[cell.name] for cell in cells]
+
+
+def _run(
+    cells: Sequence[Cell], paths: Sequence[Path], data_root: Path | None, show: Callable[[Session], None]
+) -> list[Outcome]:
+    sessions: list[Session] = []
+    errors: Sequence[Exception | None]
+    try:
+        for cell, path in zip(cells, paths, strict=True):
+            begun = _begun(path)
+            sessions.append(Session.resume(path, data_root) if begun else Session.begin(cell.config, path, data_root))
+        errors = run_together(sessions, show)
+        for session in [session for session in sessions if not session.summary]:
+            session.end()  # killed after its last round and before its summary
+    except Exception as error:  # a full memory, a full disk, code of the user's own: whatever it is, the others go on
+        errors = [error] * len(cells)
+    warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
+    return [
+        Outcome(cell, path, error=None if error is None else _line(error), warnings=said)
+        for cell, path, error, said in zip(cells, paths, errors, warnings, strict=True)
+    ]
+
+
+def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+    """Yield cells to compute as one: on a GPU those that differ in their seed alone, on a CPU one after another."""
+    groups: dict[Any, list[Cell]] = {}
+    for number, cell in enumerate(cells):
+        plain = cell.config.model_dump(exclude={"run": {"seed"}})
+        key = json.dumps(plain, sort_keys=True) if cell.config.device().type == "cuda" else number
+        groups.setdefault(key, []).append(cell)
+    yield from groups.values()
+
+
+def _check(path: Path, config: Config) -> None:
+    """Refuse a folder that holds anything but this very run."""
+    if not _begun(path):
+        RunFolder.check(path)
+        return
+    there = _configuration(path / CONFIG)
+    if RunFolder(path).done:  # kept wherever it was computed
+        there = there.model_copy(update={"run": there.run.model_copy(update={"device": config.run.device})})
+    if to_toml(there) != to_toml(config):
+        pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
+        was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        raise TDPFedError(
+            f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give another folder with --out"
+        )
+
+
+def _configuration(file: Path) -> Config:
+    try:
+        return parse_config(tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TDPFedError) as error:
+        raise TDPFedError(f"--out: {str(file)!r} is damaged ({error})") from None
+
+
+def _begun(path: Path) -> bool:
+    """Whether there is a run; what one leaves that was killed at once is none."""
+    return (path / CONFIG).exists()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TDPFedError(f"--out: cannot write to {str(folder)!r} ({error.strerror})") from None
+
+
+def _line(error: Exception) -> str:
+    """Return an error as one line; one that is not of our own words with its kind."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, TDPFedError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,0 +1,191 @@
+"""A run from its configuration to its folder on disk: begun or resumed, recorded, saved, ended in any way.
+
+What is finished is always on disk: a line per evaluated round, a checkpoint every so many rounds, a summary at the end,
+also after Ctrl-C or an error. A resumed run goes on to exactly the numbers of an uninterrupted one.
+"""
+
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdpfed.config.loading import Config, parse_config, to_toml
+from tdpfed.config.unused import advice
+from tdpfed.engine.ensemble import Ensemble, error_of
+from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.simulation import Simulation
+from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.files import ctrl_c_waits
+from tdpfed.runs.checkpoints import Checkpoints, restore, snapshot_of
+from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.folder import NoFolder, RunFolder, summarize
+from tdpfed.runs.gathered import lent, load_for_all
+from tdpfed.runs.loggers import Loggers
+from tdpfed.server.records import Record
+
+OnRound = Callable[[Simulation], None]
+Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRound]]
+
+
+class Session:
+    """A simulation, the folder it writes to and what it has recorded so far."""
+
+    def __init__(self, config: Config, simulation: Simulation, folder: RunFolder) -> None:
+        self.config, self.simulation, self.folder = config, simulation, folder
+        self.ranks = simulation.ranks
+        self.loggers = Loggers(config, folder.path)
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
+        self.records: list[Record] = []
+        self.warnings: list[str] = []
+        self.summary: dict[str, Any] = {}  # once it has ended
+        self.start_clock()
+        self._changed: Tensor | None = None  # None: no checkpoint yet, everything is to be saved
+
+    @classmethod
+    def begin(cls, config: Config, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
+        """Start a new run in a new or empty folder; nothing is written before everything has been checked."""
+        with ranks.agreement():
+            if ranks.leads:
+                RunFolder.check(path)
+                Loggers.check(config)
+            simulation = prepare(config, data_root, path, ranks)
+            simulation.store.reserve()
+            torch.set_num_threads(threads(config, simulation))
+        with ranks.agreement():
+            folder = RunFolder.create(path, to_toml(config)) if ranks.leads else NoFolder(path)
+        session = cls(config, simulation, folder)
+        session.warnings = advice(config, simulation.algorithm)
+        return session
+
+    @classmethod
+    def resume(cls, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
+        """Go on with the run in a folder from its newest good checkpoint, or from the start where there is none."""
+        with ranks.agreement():
+            folder, text = RunFolder.open(path) if ranks.leads else (NoFolder(path), "")
+        text = ranks.broadcast(text.encode()).decode()  # the others need not see the folder
+        with ranks.agreement():
+            try:
+                config = parse_config(tomllib.loads(text))
+            except (tomllib.TOMLDecodeError, TDPFedError) as error:
+                raise TDPFedError(f"--resume: {str(path / 'config.toml')!r} is damaged ({error})") from None
+            simulation = prepare(config, data_root, path, ranks)
+            torch.set_num_threads(threads(config, simulation))
+            session = cls(config, simulation, folder)
+        with ranks.agreement():
+            session._load()
+            session.records = folder.rewind(simulation.round)
+            session.warnings += folder.warnings
+        return session
+
+    def _load(self) -> None:
+        """Put the simulation where the newest good checkpoint is; of several ranks the first reads it for all."""
+        found = load_for_all(self.checkpoints, self.simulation)
+        if found is not None:
+            snapshot, self.warnings = found
+            restore(self.simulation, snapshot, take=True)
+            self._changed = torch.zeros(self.simulation.federation.clients, dtype=torch.bool)
+        elif self.folder.done:
+            path = str(self.folder.path)
+            raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to go on from")
+
+    def run(self, progress: Progress) -> dict[str, Any]:
+        """Run to the last round and return the summary; it is written whatever happens."""
+        self.start_clock()
+        try:
+            with progress(self.simulation, self.config.run.rounds, self.records) as show:
+                while self.left:
+                    self.simulation.step()
+                    self.after_round()
+                    show(self.simulation)
+        except BaseException as error:
+            failed = error_of(partial(self.end, error))
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            if failed is not None:
+                raise failed from None
+        else:
+            self.end()
+        return self.summary
+
+    def start_clock(self) -> None:
+        """Count seconds from now on, and from what was recorded before."""
+        self._began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
+
+    @property
+    def left(self) -> int:
+        """Rounds that are still to be run."""
+        return max(0, self._last - self.simulation.round)
+
+    def after_round(self) -> None:
+        """Record the round that was just run if that is due, note what it refused, and save if that is due."""
+        simulation, last = self.simulation, not self.left
+        if simulation.due(self.config.run.evaluate_every, last):
+            record = simulation.record(time.perf_counter() - self._began)
+            with ctrl_c_waits():  # the summary speaks of the last line
+                self.folder.append(record)
+                self.records.append(record)
+            if self.ranks.leads:
+                self.loggers.record(record)
+        self.folder.refuse(simulation.round, simulation.refused)
+        every = self.config.checkpoint.every
+        if self._changed is not None:
+            self._changed[simulation.trained.cpu()] = True
+        if every and (simulation.round % every == 0 or last):
+            changed = None if self._changed is None else self._changed.nonzero().flatten()
+            with self.ranks.agreement(), lent(simulation.store) as rows:
+                if rows is not None:
+                    self.checkpoints.save(replace(snapshot_of(simulation), private=rows), changed)
+            self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write the summary of a run that is done, or that ``error`` has stopped."""
+        status = "finished" if self.simulation.round == self.config.run.rounds else "privacy budget spent"
+        if error is not None:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if isinstance(error, QuorumError):
+            self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
+        self.summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
+        self.folder.finish(self.summary)
+        if self.ranks.leads:
+            self.loggers.end(self.summary)
+
+    @cached_property
+    def _last(self) -> int:
+        return self.simulation.affordable(self.config.run.rounds)
+
+
+def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -> list[TDPFedError | None]:
+    """Run sessions that differ in their seed to their end as one computation; return what stopped each, if anything.
+
+    One that fails is ended and the others go on. Ctrl-C ends them all, and is passed on.
+    """
+    errors: dict[Session, TDPFedError | None] = dict.fromkeys(sessions)
+    alive = [session for session in sessions if session.left]
+    for session in alive:
+        session.start_clock()
+    group: list[Session] = []
+    try:
+        while alive:
+            behind = min(session.simulation.round for session in alive)  # of those stopped earlier some may be ahead
+            now = [session for session in alive if session.simulation.round == behind]
+            if now != group:
+                group, ensemble = now, Ensemble([session.simulation for session in now])
+            for session, stepped in zip(group, ensemble.step(), strict=True):
+                error = stepped or error_of(session.after_round)
+                if error is not None or not session.left:
+                    error = error_of(partial(session.end, error)) or error
+                    errors[session] = error
+                    alive.remove(session)
+                show(session)
+    except BaseException as stop:
+        for session in alive:
+            error_of(partial(session.end, stop))
+        raise
+    return list(errors.values())

@@ -1,0 +1,144 @@
+"""Client-level differential privacy of the global model: clipped updates, a trusted server's noise, and what it costs.
+
+Covered are the global models of all rounds, against adding or removing one client, if clients take part by Poisson
+sampling. Not covered: personal models, a run's metrics and records, and whoever knows the seed the noise comes from.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tdpfed.core.draws import Stream, key
+from tdpfed.errors import TDPFedError
+from tdpfed.server.robust import Average
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """How far one client can move a round's sum, how much noise hides that, and how much may be spent."""
+
+    clip: float  # longest L2 norm of a client's update
+    noise: float  # noise multiplier z: the noise on the sum has standard deviation z * clip
+    delta: float = 1e-5
+    epsilon: float | None = None  # budget of the whole run; None: any
+
+    def __post_init__(self) -> None:
+        noisy = _positive(self.noise) and 1e-3 <= self.noise <= 1e6
+        small = _positive(self.delta) and 1e-10 <= self.delta < 1  # below, the accountant's rounding would show
+        _check("privacy.clip", self.clip, _positive(self.clip), "finite and above 0")
+        _check("privacy.noise", self.noise, noisy, "at least 0.001 and at most 1e6")
+        _check("privacy.delta", self.delta, small, "at least 1e-10 and below 1")
+        _check("privacy.epsilon", self.epsilon, self.epsilon is None or _positive(self.epsilon), "finite and above 0")
+
+
+def private_average(privacy: Privacy, center: Tensor, cohort: float, seed: int, round_: int) -> Average:
+    """Return the average ``center + (clipped sum + noise) / cohort``; for one call a round, also if nobody takes part.
+
+    ``cohort`` is how many clients a coordinate is expected from: sampling rate times clients, times the share of the
+    coordinates each sends. It is fixed beforehand: how many came is itself a secret, and may not change the noise. The
+    noise is drawn on the CPU, the same for every device.
+    """
+    _check("cohort", cohort, _positive(cohort), "finite and above 0")
+
+    def average(uploads: Tensor, weights: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(key(seed, Stream.NOISE, round_)))
+        noise = torch.randn(center.shape, generator=generator, dtype=torch.float64).to(center.device)
+        total = clipped_sum(uploads, weights, center, privacy.clip) + privacy.noise * privacy.clip * noise
+        return (center.double() + total / cohort).to(uploads.dtype)
+
+    return average
+
+
+def clipped_sum(uploads: Tensor, weights: Tensor, center: Tensor, clip: float) -> Tensor:
+    """Return the sum ``(P,)`` of the clients' updates ``uploads - center`` ``(K, P)``, each shortened to ``clip``.
+
+    No client moves it by more than ``clip``, so all count the same: weights ``(K,)`` or ``(K, P)`` only say what was
+    sent, where they are above 0. In float64, in which no square of a float32 overflows.
+    """
+    if uploads.shape[1:] != center.shape:
+        raise TDPFedError(f"clip: uploads of {tuple(uploads.shape[1:])} given, must be {tuple(center.shape)}")
+    sent = weights > 0 if weights.ndim == uploads.ndim else (weights > 0)[:, None]
+    total, start = torch.zeros_like(center, dtype=torch.float64), center.double()
+    for rows, own in zip(uploads.split(4), sent.split(4), strict=True):  # few at once: little memory, and faster
+        moved = (rows.double() - start).where(own, 0)
+        norms = torch.linalg.vector_norm(moved, dim=-1)
+        total = total + (clip / norms.clamp_min(clip)) @ moved
+    return total
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """What rounds cost if each client takes part by itself with chance ``rate``: by privacy loss distributions.
+
+    Losses are rounded to a grid so that epsilon is never too small; it is too large by about 0.01 %, and by more
+    only where ``rate / noise`` is below 1e-4.
+    """
+
+    privacy: Privacy
+    rate: float
+
+    def __post_init__(self) -> None:
+        _check("sampling rate", self.rate, _positive(self.rate) and self.rate <= 1, "above 0 and at most 1")
+        _library()  # what is missing is told before any work
+
+    def epsilon(self, rounds: int) -> float:
+        """Return the epsilon of so many rounds at the delta asked for; computed once for each number."""
+        if rounds not in self._known:
+            _check("rounds", rounds, isinstance(rounds, int) and rounds > 0, "a whole number of at least 0")
+            composed = self._one_round.self_compose(rounds)
+            self._known[rounds] = float(composed.get_epsilon_for_delta(self.privacy.delta))
+        return self._known[rounds]
+
+    def rounds_within(self, budget: float, most: int = 10_000) -> int:
+        """Return the greatest number of rounds, up to ``most``, whose epsilon does not exceed ``budget``."""
+        _check("budget", budget, _positive(budget), "finite and above 0")
+        return bisect_right(range(1, most + 1), budget, key=self.epsilon)
+
+    def check_affordable(self, rounds: int) -> None:
+        """Refuse the last of ``rounds`` rounds where it would exceed the budget."""
+        budget = self.privacy.epsilon
+        if budget is not None and self.epsilon(rounds) > budget:
+            raise TDPFedError(
+                f"privacy.epsilon: {budget} given, must be at least {self.epsilon(rounds):.6g} for "
+                f"{rounds} {'round' if rounds == 1 else 'rounds'} at this noise and participation"
+            )
+
+    @property
+    def interval(self) -> float:
+        """The grid of losses: a fortieth of their spread; at most 50 000 points a round; not lost in rounding."""
+        q, z = self.rate, self.privacy.noise
+        farthest = 1 / (2 * z * z) + 10 / z  # the loss without sampling, ten deviations out
+        longest = farthest + math.log(q + (1 - q) * math.exp(-farthest))
+        return max(q / (40 * z), longest / 50_000, 1e-5)
+
+    @cached_property
+    def _one_round(self) -> Any:
+        return _library().from_gaussian_mechanism(
+            self.privacy.noise, sampling_prob=self.rate, value_discretization_interval=self.interval
+        )
+
+    @cached_property
+    def _known(self) -> dict[int, float]:
+        return {0: 0.0}
+
+
+def _library() -> Any:
+    try:
+        return import_module("dp_accounting.pld.privacy_loss_distribution")
+    except ImportError as error:
+        raise TDPFedError("privacy: needs dp-accounting, not installed; pip install 'tdpfed[privacy]'") from error
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _check(field: str, value: object, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise TDPFedError(f"{field}: {value!r} given, must be {allowed}")

@@ -1,0 +1,209 @@
+"""How the server makes one vector of many: uploads ``(K, P)`` and weights to ``(P,)``, plainly or robustly.
+
+Weights are ``(K,)``, or ``(K, P)`` where clients sent only some coordinates: what a client counts in each of them, 0
+where it sent nothing. A coordinate nobody sent is 0. Median, trimmed mean (Yin et al., 2018) and Krum (Blanchard et
+al., 2017) choose by one vote per client, whatever its weight: a large client is no more to be believed than a small
+one. Weights count again in the mean of what is left. All values must be finite: the gate before the server sees to it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tdpfed.core.layout import Layout
+from tdpfed.errors import TDPFedError, unknown
+
+Average = Callable[[Tensor, Tensor], Tensor]
+RuleName = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the server averages, and what it does to uploads before."""
+
+    name: RuleName = "mean"
+    fraction: float = 0.2  # trimmed-mean: share of the clients cut at each end of every coordinate
+    byzantine: int = 1  # krum and multi-krum: how many clients may be bad
+    keep: int | None = None  # multi-krum: how many uploads are averaged; None: all but the bad ones
+    clip: float | Literal["median"] | None = None  # longest update let through, before the rule; None: any
+    gauge: float | None = None  # longest relative distance of a factor from the broadcast one; None: any
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(RuleName):
+            raise unknown("robust.name", self.name, get_args(RuleName))
+        clips = self.clip is None or self.clip == "median" or _positive(self.clip)
+        _check("robust.fraction", self.fraction, 0 <= self.fraction < 0.5, "at least 0 and below 0.5")
+        _check("robust.byzantine", self.byzantine, self.byzantine >= 0, "at least 0")
+        _check("robust.keep", self.keep, self.keep is None or self.keep >= 1, "at least 1")
+        _check("robust.clip", self.clip, clips, "'median', or finite and above 0")
+        _check("robust.gauge", self.gauge, self.gauge is None or _positive(self.gauge), "finite and above 0")
+
+    def enough(self, clients: int) -> bool:
+        """Whether so many uploads can be averaged by this rule; none at all leave the plain ones nothing to do."""
+        if self.name == "trimmed-mean":
+            return clients > 2 * _cut(self.fraction, clients)
+        if self.name in ("krum", "multi-krum"):
+            kept = 0 if self.name == "krum" or self.keep is None else self.keep
+            return clients >= max(2 * self.byzantine + 3, self.byzantine + kept)
+        return True
+
+
+def average_for(rule: Rule, center: Tensor) -> Average:
+    """Return the average that ``rule`` names; ``center`` ``(P,)`` is what a client that changed nothing would send."""
+    rules: dict[str, Callable[[], Average]] = {
+        "mean": lambda: weighted_mean,
+        "median": lambda: median,
+        "trimmed-mean": lambda: trimmed_mean(rule.fraction),
+        "krum": lambda: krum(rule.byzantine),
+        "multi-krum": lambda: multi_krum(rule.byzantine, rule.keep),
+    }
+    inner = rules[rule.name]()
+    return inner if rule.clip is None else clipped(center, None if rule.clip == "median" else rule.clip, inner)
+
+
+def weighted_mean(uploads: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean of ``uploads`` over clients, each counted by its share of ``weights``."""
+    total = weights.sum(0)
+    if not bool(total.any()):
+        raise TDPFedError(f"weights: the sum over {len(weights)} clients is 0, must be above 0")
+    share = (weights / torch.where(total > 0, total, 1)).to(uploads.dtype)
+    return share @ uploads if weights.ndim == 1 else (share * uploads).sum(0)
+
+
+def median(uploads: Tensor, weights: Tensor) -> Tensor:
+    """Return the middle value of each coordinate, or the mean of the two middle ones; each client counts the same."""
+    sent = _sent(uploads, weights)
+    return _inner_mean(uploads, sent.to(uploads.dtype), sent.sum(0))
+
+
+def trimmed_mean(fraction: float) -> Average:
+    """Return the rule that leaves out the least and the greatest values of each coordinate and averages the rest.
+
+    At each end ``fraction`` of the values goes, rounded up, so that as large a share of bad clients does no harm. Of a
+    coordinate that too few clients sent for that, the middle stays.
+    """
+    _check("fraction", fraction, 0 <= fraction < 0.5, "at least 0 and below 0.5")
+
+    def average(uploads: Tensor, weights: Tensor) -> Tensor:
+        sent = _sent(uploads, weights)
+        clients = int(sent.any(-1).sum())
+        cut = _cut(fraction, clients)
+        if 2 * cut >= clients:
+            raise TDPFedError(
+                f"trimmed-mean: {clients} clients given, must be more than {2 * cut} to cut {fraction:g} at each end"
+            )
+        cuts = (fraction * sent.sum(0).double() - 1e-9).ceil().long()
+        return _inner_mean(uploads, weights.reshape(len(weights), -1).expand_as(uploads), cuts)
+
+    return average
+
+
+def _cut(fraction: float, clients: int) -> int:
+    return math.ceil(fraction * clients - 1e-9)
+
+
+def krum(byzantine: int) -> Average:
+    """Return the rule that takes the one upload nearest to its neighbours, with up to ``byzantine`` bad clients."""
+    return multi_krum(byzantine, 1)
+
+
+def multi_krum(byzantine: int, keep: int | None = None) -> Average:
+    """Return the rule that averages the ``keep`` uploads nearest to their neighbours (None: all but ``byzantine``).
+
+    An upload's score is the sum of its squared distances to the nearest K - byzantine - 2 others, each distance taken
+    per coordinate that both sent. Equal scores go by the order of the clients.
+    """
+    _check("byzantine", byzantine, byzantine >= 0, "at least 0")
+
+    def average(uploads: Tensor, weights: Tensor) -> Tensor:
+        sent = _sent(uploads, weights)
+        clients = int(sent.any(-1).sum())
+        if clients < 2 * byzantine + 3:
+            raise TDPFedError(
+                f"krum: {clients} clients given, must be at least {2 * byzantine + 3} to bear {byzantine} bad ones"
+            )
+        good = clients - byzantine
+        count = good if keep is None else keep
+        _check("multi-krum: keep", count, 1 <= count <= good, f"1 to {good} of {clients} clients")
+        near = _distances(uploads, sent).sort(-1).values[:, 1 : good - 1]  # the nearest is the upload itself
+        best = near.sum(-1).argsort(stable=True)[:count]
+        return weighted_mean(uploads[best], weights[best])
+
+    return average
+
+
+def clipped(center: Tensor, bound: float | None, inner: Average) -> Average:
+    """Return ``inner`` on updates shortened to ``bound``: ``x -> c + min(1, bound / ||x - c||) (x - c)``.
+
+    Without a bound it is the median of the norms, which a minority of bad clients cannot raise above the honest ones'.
+    """
+    _check("bound", bound, bound is None or _positive(bound), "finite and above 0")
+
+    def average(uploads: Tensor, weights: Tensor) -> Tensor:
+        if uploads.shape[1:] != center.shape:
+            raise TDPFedError(f"clip: uploads of {tuple(uploads.shape[1:])} given, must be {tuple(center.shape)}")
+        sent = _sent(uploads, weights)
+        moved = (uploads - center).where(sent, 0)
+        norms = torch.linalg.vector_norm(moved, dim=-1, keepdim=True, dtype=torch.float64)
+        limit = median(norms, sent.any(-1)) if bound is None else bound
+        shortened = center + (limit / norms).to(uploads.dtype) * moved
+        return inner(torch.where(norms > limit, shortened, uploads), weights)
+
+    return average
+
+
+def factor_distances(uploads: Tensor, broadcast: Tensor, layout: Layout) -> Tensor:
+    """Return how far each entry of uploads ``(K, Q)`` is from the broadcast ``(Q,)``, relative to its norm: ``(K, E)``.
+
+    An entry that is smaller than entries of its size are on average, as a bias that starts at 0, is measured by that
+    average. Factors that compose to the same tensor may be far apart, and only this sees it.
+    """
+    typical = broadcast.square().mean().sqrt()
+    norms = [torch.maximum(b.norm(), typical * b.numel() ** 0.5) for b in layout.split(broadcast)]
+    moved = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in layout.split(uploads - broadcast)]
+    return torch.stack([far / norm for far, norm in zip(moved, norms, strict=True)], dim=-1)
+
+
+def within_gauge(uploads: Tensor, broadcast: Tensor, layout: Layout, bound: float) -> tuple[Tensor, Tensor]:
+    """Return which clients keep every entry within ``bound``, bool ``(K,)``, and the entry each is farthest in."""
+    farthest, entry = factor_distances(uploads, broadcast, layout).max(-1)
+    return farthest <= bound, entry
+
+
+def _sent(uploads: Tensor, weights: Tensor) -> Tensor:
+    return (weights > 0).reshape(len(weights), -1).expand_as(uploads)
+
+
+def _inner_mean(uploads: Tensor, weights: Tensor, cuts: Tensor) -> Tensor:
+    """Return the mean of each coordinate without its ``cuts`` ``(P,)`` least and greatest values; the middle stays."""
+    sent = weights > 0
+    count = sent.sum(0)
+    cuts = torch.minimum(cuts, (count - 1).clamp_min(0) // 2)
+    values, order = uploads.masked_fill(~sent, torch.inf).sort(stable=True, dim=0)  # what was not sent goes last
+    place = torch.arange(len(uploads), device=uploads.device)[:, None]
+    kept = (place >= cuts) & (place < count - cuts)
+    return weighted_mean(values.where(kept, 0), weights.gather(0, order).where(kept, 0))
+
+
+def _distances(uploads: Tensor, sent: Tensor) -> Tensor:
+    """Return the mean squared differences of all pairs over the coordinates both sent ``(K, K)``; inf without any."""
+    total = common = uploads.new_zeros(len(uploads), len(uploads), dtype=torch.float64)
+    for part, own in zip(uploads.split(1 << 16, -1), sent.split(1 << 16, -1), strict=True):  # bounds the memory
+        m, x = own.double(), part.where(own, 0).double()
+        squares = x.square() @ m.mT
+        total = total + squares + squares.mT - 2 * x @ x.mT
+        common = common + m @ m.mT
+    return torch.where(common > 0, total.clamp_min(0) / common, torch.inf).fill_diagonal_(0)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _check(field: str, value: object, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise TDPFedError(f"{field}: {value!r} given, must be {allowed}")

@@ -1,0 +1,92 @@
+"""Settings without effect are said, those with one are not."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.cli import app
+from tdpfed.config.loading import load_config, presets, to_toml
+from tdpfed.config.unused import advice
+from tdpfed.core.layout import Layout
+from tdpfed.models import build
+
+LAYOUT = Layout.of(build("dnn", (1, 8, 8), 10))
+
+
+def said(*settings: str, source: str = "digits") -> list[str]:
+    config = load_config(source, list(settings))
+    return advice(config, config.make_algorithm().bind(LAYOUT))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["data.alpha=0.1"], "data.alpha: 0.1 given, which counts only with data.partition = 'dirichlet'"),
+        (["data.alpha=0.5"], "data.alpha: 0.5 given"),
+        (["data.alpha=0.1", "data.partition=iid"], "data.alpha"),
+        (["data.per_client=3", "data.partition=iid"], "data.per_client"),
+        (["data.per_client=3", "data.partition=natural"], "data.per_client: 3 given, which counts only with data.part"),
+        (["data.size_skew=1.0", "data.partition=dirichlet"], "data.size_skew"),
+        (["robust.fraction=0.1"], "robust.fraction"),
+        (["robust.byzantine=2", "robust.name=median"], "robust.byzantine"),
+        (["robust.keep=2", "robust.name=krum"], "robust.keep"),
+        (["robust.attack_fraction=0.5"], "robust.attack_fraction"),
+        (["robust.attack_strength=2.0"], "robust.attack_strength"),
+        (["privacy.delta=1e-6"], "privacy.delta"),
+        (["wire.codec=int8", "algorithm.name=local"], "wire.codec: 'int8' given, which changes nothing with 'local'"),
+        (["robust.name=median", "algorithm.name=local"], "robust.name"),
+        (["robust.clip=1.0", "algorithm.name=local"], "robust.clip"),
+        (["algorithm.compression=1000"], "algorithm.compression: 1000 given, the model comes to 19.6: a rank is at"),
+        (["algorithm.compression=0.5"], "algorithm.compression: 0.5 given, the model comes to 1: no parameter"),
+        (["algorithm.name=fedavg_sar", "algorithm.compression=1e6"], "algorithm.compression"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_said(settings: list[str], key: str) -> None:
+    (line,) = said(*settings)
+    assert line.startswith(key), line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["data.alpha=0.1", "data.partition=dirichlet"],
+        ["data.per_client=3"],
+        ["data.per_client=3", "data.size_skew=1.0", "data.partition=classes-in-turn"],
+        ["data.partition=dirichlet"],
+        ["robust.name=trimmed-mean", "robust.fraction=0.1"],
+        ["robust.name=multi-krum", "robust.keep=2", "robust.byzantine=2"],
+        ["robust.attack=noise", "robust.attack_fraction=0.5", "robust.attack_strength=2.0"],
+        ["privacy.clip=1.0", "privacy.noise=1.0", "privacy.delta=1e-6"],
+        ["wire.codec=int8"],
+        *(["algorithm.name=tdpfed", f"algorithm.compression={rate}"] for rate in (1, 1.5, 2, 4, 8)),
+        ["algorithm.compression=1000", "algorithm.exclude=['fc2*']"],
+        ["algorithm.name=fedavg_sar", "algorithm.compression=32"],
+    ],
+)
+def test_what_counts_is_not(settings: list[str]) -> None:
+    assert said(*settings) == []
+
+
+@pytest.mark.parametrize("preset", presets())
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_presets_and_their_resolved_files_are_not_warned_of(preset: str, name: str, tmp_path: Path) -> None:
+    assert said(f"algorithm.name={name}", source=preset) == []
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(load_config(preset, [f"algorithm.name={name}"])))
+    assert said(source=str(file)) == []
+
+
+def test_a_run_says_it_before_it_starts_and_a_comparison_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ("run.rounds=1", "data.clients=5", "algorithm.tau=1", "wire.codec=int8")
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = CliRunner().invoke(app, ["run", *options, "--set", "algorithm.name=local", "--out", "run", "--json"])
+    assert done.exit_code == 0
+    assert done.stderr.count("warning: wire.codec: 'int8' given") == 1
+    assert CliRunner().invoke(app, ["run", "--resume", "run", "--json"]).stderr == ""
+    many = CliRunner().invoke(app, ["compare", "--algorithms", "fedavg,local", "--seeds", "2", *options])
+    assert many.exit_code == 0
+    assert many.stderr.count("wire.codec") == 1
+    assert "warning: local-seed0: wire.codec" in many.stderr
