@@ -1,6 +1,6 @@
 """The algorithms, one file each; ``ALGORITHMS`` finds them by name."""
 
-from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn
+from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
 from tdpfed.algorithms.local import Local
@@ -15,14 +15,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
-    "Batches",
+    "Average",
     "FedAvg",
     "FedAvgSAR",
-    "Grad",
     "Local",
     "PFedMe",
     "PerFedAvg",
-    "State",
     "TDPFed",
-    "Turn",
+    "Update",
+    "hyper",
 ]

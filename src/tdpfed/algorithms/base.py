@@ -1,27 +1,41 @@
-"""What a federated algorithm is: hyper-parameters and eight pure functions over explicit state.
+"""What a federated method is: hyper-parameters, what it sends, and eight pure functions over explicit state.
 
-State has three places: ``server``, ``private`` (what a client keeps and never sends) and the messages between them.
-Each is a dict of tensors. A function is written for one client, tensors ``(P,)``; with a leading client axis,
-``(K, P)``, the same lines compute K clients at once. No function changes its arguments.
+State has three places: ``server``, ``private`` (what a client keeps and never sends) and the messages between them,
+each a dict of tensors. A function is written for one client, tensors ``(P,)``; with a leading client axis, ``(K, P)``,
+the same lines compute K clients at once. No function changes its arguments. Local work goes through
+:class:`~tdpfed.core.local.Local`, the server's averages through :class:`Average`.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from tdpfed.core.layout import Layout
-from tdpfed.core.objective import Batch
-from tdpfed.core.objective import Grad as Grad
+from tdpfed.core.local import Local
+from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError, unknown
-from tdpfed.server.robust import Average
 
-State = dict[str, Tensor]
-Batches = Callable[[int], Batch]
+Update = tuple[State, State, State]
+"""What a client's round gives: its new private state, its upload, and metrics (``loss`` at least)."""
+
+
+class Average(Protocol):
+    """The server's average of an uploaded entry, plain, robust or private; asked at most once per entry and round."""
+
+    def __call__(
+        self, entry: str, through: Callable[[Tensor], Tensor] | None = None, sent: Tensor | None = None
+    ) -> Tensor:
+        """Return the average ``(n,)`` of an entry over the clients that sent it.
+
+        ``through`` maps the uploads ``(S, m)`` to what is averaged, ``(S, n)``. ``sent`` ``(S, n)`` is 1 where a client
+        sent a coordinate and 0 where it did not; a coordinate that nobody sent averages to 0.
+        """
 
 
 def hyper(
@@ -31,29 +45,26 @@ def hyper(
     return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Which round it is and which clients are computed: together with the seed the place of every random draw."""
-
-    seed: int | Tensor  # (K,) where clients of several runs are computed together
-    round: int | Tensor  # a scalar tensor where the computation is recorded for any round
-    clients: Tensor  # (K,) ids, or () for one client
-
-
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """Hyper-parameters all algorithms share, and the functions each defines."""
+    """A method: what all have in common, and what each defines."""
 
     name: ClassVar[str]
     communicates: ClassVar[bool] = True
     """Whether anything travels between clients and server."""
+    shared_seed: ClassVar[bool] = False
+    """Whether what is sent depends on draws that clients repeat, so that they know the run's seed."""
+    has_envelope: ClassVar[bool] = False
+    """Whether the quantities of the paper's convergence analysis are defined for it: it then has ``local_rounds``."""
 
     tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1, most=10**6)
     batch_size: int = hyper(20, "samples per minibatch", least=1, most=10**6)
     weights: Literal["samples", "uniform"] = hyper(
         "samples", "what a client counts in the average: its number of training samples, or the same for all"
     )
-    layout: Layout | None = field(default=None, repr=False, metadata={"bound": True})
+    bound_layout: Layout | None = field(default=None, repr=False, metadata={"bound": True})
+    population: int = field(default=0, repr=False, metadata={"bound": True})
+    """How many clients the federation has; 0 before the method is bound to one."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -65,55 +76,87 @@ class Algorithm(ABC):
         """Return the fields a user sets."""
         return [item for item in fields(cls) if "bound" not in item.metadata]
 
-    def bind(self, layout: Layout) -> Self:
-        """Return this algorithm for models of ``layout``."""
-        return replace(self, layout=layout)
+    def bind(self, layout: Layout, population: int) -> Self:
+        """Return this method for models of ``layout`` in a federation of so many clients."""
+        return replace(self, bound_layout=layout, population=population)
 
     @property
-    def steps_alone(self) -> bool:
-        """Whether local rounds are hardly more than several plain steps on one minibatch."""
-        return False
+    def layout(self) -> Layout:
+        """The layout of the model's parameters."""
+        if self.bound_layout is None:
+            raise TDPFedError(f"algorithm: {self.name!r} is not bound to a model yet; call bind(layout, population)")
+        return self.bound_layout
 
-    @property
-    def layouts(self) -> dict[str, Layout | None]:
-        """The layout of each entry a message may have; None for plain values."""
+    # -- what travels, and what can be done with it
+
+    def down(self) -> Entries:
+        """Return what goes down to a client that trains: the layout of each entry, or its length."""
         return {"w": self.layout}
 
-    @property
-    def uploaded(self) -> tuple[str, ...]:
-        """The entries of a client's upload."""
-        return tuple(self.layouts)
+    def up(self) -> Entries:
+        """Return what comes up from a client."""
+        return {"w": self.layout}
 
-    def center(self, server: State) -> Tensor:
-        """Return what a client that changed nothing would add to the average."""
-        return server["w"]
+    def center(self, server: State) -> State:
+        """Return for each uploaded entry what a client that changed nothing would add to its average, ``(n,)``.
+
+        By default that is the server's entry of the same name. An upload of another name is taken for a change: 0.
+        """
+        like = next(iter(server.values()))
+        return {n: server[n] if n in server else like.new_zeros(k) for n, k in lengths_of(self.up()).items()}
+
+    def unchanged(self, message: State) -> State:
+        """Return what a client that changed nothing would send, ``(..., n)``, given what came down to it."""
+        like = next(iter(message.values()))
+        sizes = lengths_of(self.up()).items()
+        return {n: message[n] if n in message else like.new_zeros(*like.shape[:-1], k) for n, k in sizes}
+
+    @property
+    def summable(self) -> bool:
+        """Whether a weighted sum of the uploads is all that the server needs, as under secure aggregation."""
+        return self.communicates and not self.shared_seed
+
+    @property
+    def plan(self) -> FactorPlan | None:
+        """The plan of the uploaded entry ``factors``, if the method sends CP factors."""
+        return None
+
+    def compression_reached(self) -> tuple[float, float, str] | None:
+        """Return the compression asked for, the one reached and why they may differ; None if none is asked for."""
+        return None
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rates, to be lowered when a run diverges."""
+        names = [item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha"))]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def draws(self) -> int:
-        """How many minibatches a client needs per communication round."""
+        """How many minibatches a client is expected to need per round; more are drawn if a method asks for them."""
         return self.tau
+
+    # -- the functions
 
     @abstractmethod
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Return the server's state before round 1, from the common initial parameters ``(P,)``."""
 
-    @abstractmethod
     def broadcast(self, server: State, turn: Turn) -> State:
-        """Return exactly what goes down to the turn's clients, tensors ``(..., n)``."""
+        """Return exactly what goes down to the turn's clients, tensors ``(..., n)``: by default the server's entries."""
+        return to_each({name: server[name] for name in self.down()}, turn)
 
     def init_private(self, theta: Tensor) -> State:
         """Return what a client keeps before its first round, from the common initial parameters ``(P,)``."""
         return {"theta": theta}
 
     @abstractmethod
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
+    def update(self, message: State, private: State, local: Local) -> Update:
         """Compute a client's round: the new private state, the upload, and metrics (``loss`` at least)."""
 
     @abstractmethod
-    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
-        """Return the server's next state from uploads ``(S, ...)`` and their weights ``(S,)``."""
+    def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
+        """Return the server's next state. ``uploads`` ``(S, n)`` are those of the turn's clients; privacy hides them."""
 
     def personalized(self, private: State) -> Tensor:
         """Return the parameters a client would use."""
@@ -127,17 +170,6 @@ class Algorithm(ABC):
     @abstractmethod
     def global_model(self, server: State) -> Tensor | None:
         """Return the parameters the server would ship; None if there are none."""
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        """The rates to lower when a run diverges."""
-        rates = [item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha"))]
-        return {name: getattr(self, name) for name in rates}
-
-
-def to_each(state: State, turn: Turn) -> State:
-    """Return the same message for each of the turn's clients: views with their leading axis."""
-    return {name: value.expand(*turn.clients.shape, *value.shape) for name, value in state.items()}
 
 
 _KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {

@@ -1,6 +1,6 @@
-"""FedAvg (McMahan et al., 2017): clients train the global model on their own data, the server averages what comes back.
+"""FedAvg (McMahan et al., 2017): clients train the global model on their own data, the server averages the results.
 
-Its "personalised" model is the local one after training, also called FedAvg with fine-tuning: a strong baseline.
+Its "personalized" model is the local one after training, also called FedAvg with fine-tuning: a strong baseline.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
-from tdpfed.core import optim
-from tdpfed.server.robust import Average
+from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
+from tdpfed.core.local import Local
+from tdpfed.core.state import State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +27,16 @@ class FedAvg(Algorithm):
         del generator
         return {"w": theta}
 
-    def broadcast(self, server: State, turn: Turn) -> State:
-        """Send the global model."""
-        return to_each(server, turn)
-
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
+    def update(self, message: State, private: State, local: Local) -> Update:
         """Take ``tau`` SGD steps from the global model."""
-        del private, turn
-        theta, loss = self.descend(message["w"], batches, grad)
+        del private
+        theta, loss = local.descend(message["w"], lr=self.eta)
         return {"theta": theta}, {"w": theta}, {"loss": loss}
 
-    def descend(self, theta: Tensor, batches: Batches, grad: Grad) -> tuple[Tensor, Tensor]:
-        """Return the parameters after ``tau`` steps, and the last loss; all minibatches are of one shape."""
-        return optim.descend(grad, optim.own_copy(theta), batches, self.tau, self.eta)
-
-    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+    def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the local models."""
-        del server, turn
-        return {"w": average(uploads["w"], weights)}
+        del server, uploads, turn
+        return {"w": average("w")}
 
     def global_model(self, server: State) -> Tensor | None:
         """Return the averaged model."""

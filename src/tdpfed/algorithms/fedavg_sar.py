@@ -1,23 +1,21 @@
 """FedAvg (s.a.r.): only a random subset of the coordinates travels, up and down (section VII-D).
 
 Client and server draw the same subset from a shared seed, afresh each round and for each client, so values travel
-without their positions. What a client does not receive keeps the client's previous value, what no client sends the
-server's.
+without their positions. A coordinate that a client does not receive keeps the client's previous value, one that no
+client sends keeps the server's.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from tdpfed.algorithms.base import Batches, Grad, State, Turn, hyper
+from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.core.draws import Stream, key, permute
-from tdpfed.core.layout import Layout
-from tdpfed.server.robust import Average
+from tdpfed.core.draws import Subsets
+from tdpfed.core.local import Local
+from tdpfed.core.state import Entries, State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,62 +23,50 @@ class FedAvgSAR(FedAvg):
     """Federated averaging of randomly chosen coordinates."""
 
     name: ClassVar[str] = "fedavg_sar"
+    shared_seed: ClassVar[bool] = True
 
     compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
 
-    @property
-    def layouts(self) -> dict[str, Layout | None]:
+    def down(self) -> Entries:
         """Values without their positions."""
-        return {"values": None}
+        return {"values": self.subsets.count}
 
-    def values(self, size: int) -> int:
-        """Return how many of ``size`` coordinates travel."""
-        return max(1, round(size / self.compression))
-
-    def subset(self, turn: Turn, size: int) -> Tensor:
-        """Return the coordinates of each client's subset, ``(..., m)``; the latest are remembered."""
-        known = next((drawn for seen, drawn in tuple(self._memo) if _same(seen, turn)), None)
-        if known is None:
-            known = self._draw(turn, size)
-            self._memo.append((turn, known))
-        return known
+    def up(self) -> Entries:
+        """Values without their positions."""
+        return {"values": self.subsets.count}
 
     @cached_property
-    def _memo(self) -> deque[tuple[Turn, Tensor]]:
-        return deque(maxlen=4)  # broadcast, update and aggregate of a round ask for the same subset, groups in between
-
-    def _draw(self, turn: Turn, size: int) -> Tensor:
-        bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
-        position = torch.arange(self.values(size), device=turn.clients.device)
-        return permute(position, torch.full((), size, device=turn.clients.device), bits)
+    def subsets(self) -> Subsets:
+        """The coordinates of each client's subset, ``(..., m)``, by round."""
+        return Subsets(self.layout.size, max(1, round(self.layout.size / self.compression)))
 
     def broadcast(self, server: State, turn: Turn) -> State:
         """Send each client the values of its subset."""
-        return {"values": server["w"][self.subset(turn, server["w"].shape[-1])]}
+        return {"values": server["w"][self.subsets.of(turn)]}
 
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
+    def update(self, message: State, private: State, local: Local) -> Update:
         """Overwrite the subset with the server's values, train, report the same subset."""
-        chosen = self.subset(turn, private["theta"].shape[-1])
-        theta, loss = self.descend(private["theta"].scatter(-1, chosen, message["values"]), batches, grad)
+        chosen = self.subsets.of(local.turn)
+        theta, loss = local.descend(private["theta"].scatter(-1, chosen, message["values"]), lr=self.eta)
         return {"theta": theta}, {"values": theta.gather(-1, chosen)}, {"loss": loss}
 
-    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
-        """Average the update of each coordinate over the clients that sent it."""
-        w = server["w"]
-        chosen = self.subset(turn, w.shape[-1])
-        deltas = torch.zeros(len(weights), w.shape[-1], dtype=w.dtype, device=w.device)
-        deltas.scatter_(-1, chosen, uploads["values"] - w[chosen])
-        sent = torch.zeros_like(deltas).scatter_(-1, chosen, 1.0)
-        return {"w": w + average(deltas, weights[:, None] * sent)}
+    def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
+        """Average the change of each coordinate over the clients that sent it."""
+        del uploads
+        w, chosen = server["w"], self.subsets.of(turn)
+        nothing = torch.zeros(len(chosen), w.shape[-1], dtype=w.dtype, device=w.device)
+        change = average(
+            "values",
+            through=lambda values: nothing.scatter(-1, chosen, values - w[chosen]),
+            sent=nothing.scatter(-1, chosen, 1.0),
+        )
+        return {"w": w + change}
 
-    def center(self, server: State) -> Tensor:
-        """Updates are averaged here, and none is 0."""
-        return torch.zeros_like(server["w"])
+    def center(self, server: State) -> State:
+        """Changes are averaged, and that of a client that changed nothing is 0."""
+        return {"values": torch.zeros_like(server["w"])}
 
-
-def _same(one: Turn, other: Turn) -> bool:
-    if one is other or isinstance(one.round, Tensor) or isinstance(other.round, Tensor):
-        return one is other  # what is recorded has no values to compare
-    return (one.seed, one.round) == (other.seed, other.round) and torch.equal(one.clients, other.clients)
+    def compression_reached(self) -> tuple[float, float, str]:
+        """At least one value travels."""
+        size = self.layout.size
+        return self.compression, size / self.subsets.count, f"the model has {size:,} values"

@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Batches, Grad, State, Turn
+from tdpfed.algorithms.base import Average, Update
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.server.robust import Average
+from tdpfed.core.local import Local as LocalWork
+from tdpfed.core.state import Entries, State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,27 +19,28 @@ class Local(FedAvg):
     name: ClassVar[str] = "local"
     communicates: ClassVar[bool] = False
 
-    @property
-    def uploaded(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
+    def down(self) -> Entries:
+        """Nothing goes down."""
+        return {}
+
+    def up(self) -> Entries:
+        """Nothing comes up."""
+        return {}
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """The server holds nothing."""
         del theta, generator
         return {}
 
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
-        """Go on from the client's own model."""
-        del message, turn
-        theta, loss = self.descend(private["theta"], batches, grad)
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
+        """Continue from the client's own model."""
+        del message
+        theta, loss = local.descend(private["theta"], lr=self.eta)
         return {"theta": theta}, {}, {"loss": loss}
 
-    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+    def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Nothing arrives, nothing changes."""
-        del uploads, weights, turn, average
+        del uploads, average, turn
         return server
 
     def global_model(self, server: State) -> None:

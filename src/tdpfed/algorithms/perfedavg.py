@@ -9,13 +9,15 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from tdpfed.algorithms.base import Batches, Grad, State, Turn, hyper
+from tdpfed.algorithms.base import Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
+from tdpfed.core.local import Local
+from tdpfed.core.state import State
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerFedAvg(FedAvg):
-    """Personalised FedAvg by meta-learning."""
+    """Personalized FedAvg by meta-learning."""
 
     name: ClassVar[str] = "perfedavg"
 
@@ -28,24 +30,23 @@ class PerFedAvg(FedAvg):
         """One minibatch per step to descend on, one to adapt on, one for the Hessian; one more to adapt at the end."""
         return 3 * self.tau + 1
 
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
-        """Take ``tau`` meta steps; the personalised model is the result after one adaptation step."""
-        del private, turn
+    def update(self, message: State, private: State, local: Local) -> Update:
+        """Take ``tau`` meta steps; the personalized model is the result after one adaptation step."""
+        del private
         w = message["w"]
         for t in range(self.tau):
-            adapted = w - self.alpha * grad(w, batches(self.tau + t))[0]
-            g, loss = grad(adapted, batches(t))
+            adapted = w - self.alpha * local.gradient(w, local.batch(self.tau + t))[0]
+            g, loss = local.gradient(adapted, local.batch(t))
             if self.variant == "hessian-free":
-                g = g - self.alpha * self._hessian_times(g, w, batches, t, grad)
+                g = g - self.alpha * self._hessian_times(g, w, local, t)
             w = w - self.eta * g
-        theta = w - self.alpha * grad(w, batches(3 * self.tau))[0]
+        theta = w - self.alpha * local.gradient(w, local.batch(3 * self.tau))[0]
         return {"theta": theta}, {"w": w}, {"loss": loss}
 
-    def _hessian_times(self, g: Tensor, w: Tensor, batches: Batches, t: int, grad: Grad) -> Tensor:
-        batch = batches(2 * self.tau + t)
-        return (grad(w + self.delta * g, batch)[0] - grad(w - self.delta * g, batch)[0]) / (2 * self.delta)
+    def _hessian_times(self, g: Tensor, w: Tensor, local: Local, t: int) -> Tensor:
+        batch = local.batch(2 * self.tau + t)
+        ahead, behind = (local.gradient(w + delta * g, batch)[0] for delta in (self.delta, -self.delta))
+        return (ahead - behind) / (2 * self.delta)
 
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the meta-model before adaptation."""

@@ -1,6 +1,6 @@
-"""pFedMe (Dinh et al., 2020): personalised models held near local models by a Moreau envelope; local models travel.
+"""pFedMe (Dinh et al., 2020): personalized models held near local models by a Moreau envelope; local models travel.
 
-TDPFed without the factorisation: in each local round ``s`` steps on theta with one minibatch, then one gradient step of
+TDPFed without the factorization: in each local round ``s`` steps on theta with one minibatch, then one gradient step of
 the local model towards it, ``w <- w - eta lam (w - theta)``.
 """
 
@@ -10,15 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper, to_each
-from tdpfed.core import optim
-from tdpfed.fast.first_layer import float32
-from tdpfed.server.robust import Average
+from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
+from tdpfed.core.local import Local
+from tdpfed.core.optim import towards
+from tdpfed.core.state import State, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class PFedMe(Algorithm):
-    """Personalised federated learning with Moreau envelopes."""
+    """Personalized federated learning with Moreau envelopes."""
 
     name: ClassVar[str] = "pfedme"
 
@@ -30,38 +30,27 @@ class PFedMe(Algorithm):
     eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
     momentum: float = hyper(0.0, "Nesterov momentum of theta's steps", least=0, most=1)
 
-    @property
-    def steps_alone(self) -> bool:
-        """A local round is ``s`` steps on theta."""
-        return self.s > 1 and self.momentum == 0
-
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Start from the common initial parameters."""
         del generator
         return {"w": theta}
 
-    def broadcast(self, server: State, turn: Turn) -> State:
-        """Send the global model."""
-        return to_each(server, turn)
-
-    def update(
-        self, message: State, private: State, batches: Batches, grad: Grad, turn: Turn
-    ) -> tuple[State, State, State]:
+    def update(self, message: State, private: State, local: Local) -> Update:
         """Alternate steps on theta and on the local model."""
-        del private, turn
-        w = message["w"]
-        theta = optim.own_copy(w)  # steps may be taken in its memory
-        personal = optim.proximal(self.eta_p, self.lam, self.momentum, self.s)
-        step = float32(self.eta * self.lam)
-        for t in range(self.tau):
-            theta, loss, _ = personal(grad, theta, batches(t), w)
-            w = torch.lerp(w, theta, step)  # w - eta lam (w - theta)
-        return {"theta": theta}, {"w": w}, {"loss": loss}
+        del private
+        theta = w = message["w"]
+        for batch in local.batches():
+            near = local.proximal(
+                theta, batch, anchor=w, lam=self.lam, lr=self.eta_p, momentum=self.momentum, steps=self.s
+            )
+            theta = near.theta
+            w = towards(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
+        return {"theta": theta}, {"w": w}, {"loss": near.loss}
 
-    def aggregate(self, server: State, uploads: State, weights: Tensor, turn: Turn, average: Average) -> State:
+    def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Mix the average of the local models into the global one with share ``beta``."""
-        del turn
-        return {"w": (1 - self.beta) * server["w"] + self.beta * average(uploads["w"], weights)}
+        del uploads, turn
+        return {"w": (1 - self.beta) * server["w"] + self.beta * average("w")}
 
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the local model w_k."""

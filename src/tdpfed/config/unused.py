@@ -5,7 +5,6 @@ None of this is an error. A run says it before it starts, so that nobody takes t
 
 from collections.abc import Iterator
 
-from tdpfed.algorithms import FedAvgSAR, TDPFed
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.config.loading import Config
 from tdpfed.config.sections import Section
@@ -56,20 +55,13 @@ def _silent(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _unmet(algorithm: Algorithm) -> Iterator[str]:
-    """Yield a compression rate that the model does not allow; one with patterns or ranks was chosen by hand."""
-    layout = algorithm.layout
-    assert layout is not None, "bind the algorithm to a model first"
-    if isinstance(algorithm, FedAvgSAR):
-        rate, why = layout.size / algorithm.values(layout.size), f"the model has {layout.size:,} values"
-    elif isinstance(algorithm, TDPFed) and not algorithm.ranks and not algorithm.exclude:
-        plan = algorithm.plan
-        rate, why = plan.compression_rate, "a rank is at least 1, and biases stay dense"
-        if not any(plan.ranks):
-            why = "no parameter has fewer values as factors at this rate, so all stay dense"
-    else:
+    """Yield a compression rate that the model does not allow."""
+    found = algorithm.compression_reached()
+    if found is None:
         return
-    if rate < NEAR * algorithm.compression or (rate == 1 and algorithm.compression != 1):
-        yield f"algorithm.compression: {algorithm.compression:g} given, the model comes to {rate:.3g}: {why}"
+    asked, rate, why = found
+    if rate < NEAR * asked or (rate == 1 and asked != 1):
+        yield f"algorithm.compression: {asked:g} given, the model comes to {rate:.3g}: {why}"
 
 
 def _given(section: Section, name: str) -> bool:

@@ -7,6 +7,7 @@ GPU.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from tdpfed.core.state import Turn
 
 Integers = NDArray[np.int64]
 Bits = TypeVar("Bits", int, Tensor, Integers)
@@ -158,3 +161,28 @@ def _compiled_permute() -> Callable[..., Tensor]:
         return index % size;
     }}"""
     return torch.cuda.jiterator._create_jit_fn(code)
+
+
+class Subsets:
+    """Random subsets of ``count`` of ``size`` coordinates, one for each client and round; the latest are remembered."""
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size, self.count = size, count
+        # The broadcast, the update and the average of a round ask for the same subset, groups of clients in between.
+        self._latest: deque[tuple[Turn, Tensor]] = deque(maxlen=4)
+
+    def of(self, turn: Turn) -> Tensor:
+        """Return the coordinates of each client's subset, ``(..., count)``."""
+        known = next((drawn for seen, drawn in tuple(self._latest) if _same(seen, turn)), None)
+        if known is None:
+            device = turn.clients.device
+            bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
+            known = permute(torch.arange(self.count, device=device), torch.full((), self.size, device=device), bits)
+            self._latest.append((turn, known))
+        return known
+
+
+def _same(one: Turn, other: Turn) -> bool:
+    if one is other or isinstance(one.round, Tensor) or isinstance(other.round, Tensor):
+        return one is other  # a recorded computation has no values to compare
+    return (one.seed, one.round) == (other.seed, other.round) and torch.equal(one.clients, other.clients)

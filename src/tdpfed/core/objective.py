@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from tdpfed.core.layout import Layout, refuse_running_statistics
+from tdpfed.core.local import Batch
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.first_layer import Steps
-from tdpfed.fast.recorded_gradient import Replayed, after_gradient
 
-Batch = tuple[Tensor, Tensor]
-Grad = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -98,10 +95,16 @@ class Objective:
         """Return the loss of parameters ``(P,)`` on a batch."""
         return self.loss(self.outputs(theta, x), y)
 
-    @cached_property
-    def gradient(self) -> "Gradient":
-        """``gradient(theta, batch)`` gives gradient and loss, ``gradient.descend`` what steps down come to."""
-        return Gradient(self)
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the gradient ``(..., P)`` and the loss ``(...)`` by autograd; K clients at once by ``vmap``."""
+        if theta.ndim == 2 or torch.is_inference_mode_enabled():  # in which autograd records nothing
+            compute = grad_and_value(self.value)
+            gradient, loss = (vmap(compute) if theta.ndim == 2 else compute)(theta, *batch)
+            return gradient, loss
+        with torch.enable_grad():
+            leaf = theta.detach().requires_grad_()
+            loss = self.value(leaf, *batch)
+            return torch.autograd.grad(loss, leaf)[0], loss.detach()
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
@@ -123,85 +126,6 @@ class Objective:
     def convolves(self) -> bool:
         """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
-
-
-class Gradient:
-    """The gradient of an objective, with or without a leading client axis."""
-
-    def __init__(self, objective: Objective) -> None:
-        self._one_by_one = objective.one_by_one
-        self._one = Replayed(grad_and_value(objective.value))
-        self._many = Replayed(vmap(grad_and_value(objective.value)))
-
-    def __call__(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return gradient ``(..., P)`` and loss ``(...)``."""
-        if theta.ndim == 1:
-            return self._one(theta, *batch)
-        if self._one_by_one(theta):
-            gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
-            return torch.stack(gradients), torch.stack(losses)
-        return self._many(theta, *batch)
-
-    def descend(self, theta: Tensor, batches: Callable[[int], Batch], steps: int, lr: float) -> tuple[Tensor, Tensor]:
-        """Return what ``steps`` steps ``theta - lr g`` come to, and the loss before the last.
-
-        Step ``t`` is on the minibatch ``batches(t)``, all of one shape. ``theta`` is given up: where steps can be taken
-        in its memory, no gradient is ever written down.
-        """
-        if theta.ndim == 1 or theta.device.type != "cpu":
-            for t in range(steps):
-                g, loss = self(theta, batches(t))
-                theta = after_gradient(theta, g, None, 0.0, lr)
-            return theta, loss
-        alone = self._one_by_one(theta)
-        gradient, own = (self._one, list(theta)) if alone else (self._many, [theta])
-
-        def minibatches(t: int) -> list[Batch]:
-            return list(zip(*batches(t), strict=True)) if alone else [batches(t)]
-
-        now = minibatches(0)
-        movers = [gradient.mover(part, *batch, lr) for part, batch in zip(own, now, strict=True)]
-        for t in range(1, steps):
-            for mover, batch in zip(movers, now, strict=True):
-                mover.move(*batch)
-            now = minibatches(t)
-        losses = [mover.move_and_tell(*batch) for mover, batch in zip(movers, now, strict=True)]
-        return theta, torch.stack(losses) if alone else losses[0]
-
-    def steps(self, theta: Tensor, batch: Batch, lr: float, w: Tensor, pull: float, count: int) -> Steps:
-        """Return what ``count`` steps ``theta + pull (w - theta) - lr g`` on one minibatch come to, and the last loss.
-
-        The loss is that before the last step. ``theta`` is given up: the result may lie in its memory.
-        """
-        if theta.ndim == 1:
-            for _ in range(count):
-                g, loss = self(theta, batch)
-                theta = after_gradient(theta, g, w, pull, lr)
-            return theta, loss, None
-        if not self._one_by_one(theta):
-            return self._many.steps(theta, *batch, w, pull, lr, count)
-        losses = []
-        for row, x, y, anchor in zip(theta, *batch, w, strict=True):
-            moved, loss, _ = self._one.steps(row, x, y, anchor, pull, lr, count)
-            losses.append(loss)
-            if moved is not row:
-                row.copy_(moved)
-        return theta, torch.stack(losses), None
-
-    def steps_with_momentum(
-        self, theta: Tensor, batch: Batch, lr: float, w: Tensor, lam: float, momentum: float, count: int
-    ) -> Steps | None:
-        """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` with one minibatch come to.
-
-        None, and theta as it was, where the steps themselves are as quick; else theta is given up.
-        """
-        if theta.ndim == 1 or self._one_by_one(theta):
-            return None
-        return self._many.steps_with_momentum(theta, *batch, w, lam, lr, momentum, count)
-
-    def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
-        """Whether several steps on a minibatch like this one touch the first layer's weights once."""
-        return theta.ndim == 2 and not self._one_by_one(theta) and self._many.first_layer(theta, *batch) is not None
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

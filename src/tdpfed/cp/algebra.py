@@ -14,13 +14,6 @@ import torch
 from torch import Tensor
 
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.gpu import kernels_for
-
-CPU_CHUNK_BYTES = 3 << 19
-"""On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
-
-SMALL_MATRIX = 1 << 12
-"""Values of a matrix below which a CPU is quicker with its residual."""
 
 CONTRACTED_ONE_BY_ONE = 32
 """A reduction over at most so many positions accumulates them; a longer one multiplies and sums, in quarters."""
@@ -29,7 +22,7 @@ CONTRACTED_ONE_BY_ONE = 32
 def compose(factors: Sequence[Tensor]) -> Tensor:
     """Return the tensor ``[[A1, ..., AN]]``, shape ``(..., I_1, ..., I_N)``."""
     check_factors(factors)
-    cut = _cut(mode_sizes(factors))
+    cut = best_cut(mode_sizes(factors))
     left = khatri_rao(factors[:cut])
     dense = left @ khatri_rao(factors[cut:]).mT if cut < len(factors) else left.sum(-1)
     return dense.reshape(*factors[0].shape[:-2], *mode_sizes(factors))
@@ -37,12 +30,9 @@ def compose(factors: Sequence[Tensor]) -> Tensor:
 
 def khatri_rao(factors: Sequence[Tensor]) -> Tensor:
     """Return the column-wise Kronecker product, shape ``(..., prod I_n, R)``; the last factor's row varies fastest."""
-    product, kernels = factors[-1], kernels_for(*factors)
+    product = factors[-1]
     for factor in reversed(factors[:-1]):  # the small ones are multiplied first, where kernel positions come last
-        if kernels is not None and factor.ndim == 3:
-            product = kernels.khatri_rao(factor, product)
-        else:
-            product = (factor.unsqueeze(-2) * product.unsqueeze(-3)).flatten(-3, -2)
+        product = (factor.unsqueeze(-2) * product.unsqueeze(-3)).flatten(-3, -2)
     return product
 
 
@@ -70,99 +60,15 @@ def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
     """Return ``unfold(theta, mode) @ khatri_rao(all factors but mode)``, shape ``(..., I_mode, R)``."""
     check_factors(factors, theta)
     _check_mode(theta, mode, len(factors))
-    side = next(side for side in _sides(factors) if mode in side)
-    return next(product for n, product in _walk(_partial(theta, factors, side), factors, side) if n == mode)
+    side = next(side for side in sides(factors) if mode in side)
+    return next(product for n, product in walk(partial_product(theta, factors, side), factors, side) if n == mode)
 
 
-def residual_grad(
-    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor] | None = None, scale: float = 1.0
-) -> list[Tensor]:
-    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A).
-
-    It is written into ``out`` where that is given: tensors of the factors' shapes, their leading dimensions mergeable.
-    """
+def residual_grad(theta: Tensor, factors: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
+    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
     check_factors(factors, theta)
-    grads = [torch.empty_like(f, memory_format=torch.contiguous_format) for f in factors] if out is None else list(out)
-    clients = math.prod(factors[0].shape[:-2])
-    together = _clients_together(theta, factors, clients)
-    theta = theta.reshape(clients, *mode_sizes(factors))
-    factors = [factor.reshape(clients, *factor.shape[-2:]) for factor in factors]
-    rows = [grad.view(clients, *grad.shape[-2:]) for grad in grads]
-    few = len(factors) == 2 or (theta.is_cuda and len(factors) > 1)
-    if few and not any(tensor.requires_grad for tensor in (theta, *factors)):
-        plain = theta.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(theta)
-        (matrix_residual_grad if plain else residual_grad_in_few_kernels)(theta, factors, rows, scale)
-        return grads
-    for start in range(0, clients, together):
-        # The last group reaches back to full size: groups of one size take the same kernels.
-        begin = min(start, clients - together)
-        group = slice(begin, begin + together)
-        some = [factor[group] for factor in factors]
-        gradients = _kernel_residual_grad if _cut(mode_sizes(some)) == 1 and len(some) > 3 else _plain_residual_grad
-        for row, gradient in zip(rows, gradients(theta[group], some), strict=True):
-            row[group].copy_(gradient * scale)
-    return grads
-
-
-def _plain_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the gradient in each factor."""
     grams = [factor.mT @ factor for factor in factors]
-    for n, product in sweep(theta, factors):
-        yield (factors[n] @ hadamard_of_others(grams, n)).sub_(product)
-
-
-def _kernel_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the gradient in each factor of a convolution's kernel: outputs, inputs, and the few positions.
-
-    The factors of the positions are one, their Khatri-Rao product, until the end: fewer Gram matrices are multiplied.
-    """
-    first, second, *positions = factors
-    last = khatri_rao(positions)
-    grams = [factor.mT @ factor for factor in (first, second, last)]
-    together = [first, second, last]
-    for n, product in sweep(theta.flatten(3), together):
-        gradient = (together[n] @ hadamard_of_others(grams, n)).sub_(product)
-        if n < 2:
-            yield gradient
-        else:
-            yield from (along for _, along in _walk(gradient, factors, range(2, len(factors))))
-
-
-def matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
-    """Write the gradient for matrices ``(K, I_1, I_2)`` into ``out``: in a few products, and no large residual."""
-    a, b = factors
-    if math.prod(theta.shape[1:]) < SMALL_MATRIX:
-        residual = torch.bmm(a, b.mT).sub_(theta).mul_(scale)
-        out[0].copy_(torch.bmm(residual, b))
-        out[1].copy_(torch.bmm(residual.mT, a))
-        return
-    torch.bmm(theta, b, out=out[0])
-    torch.bmm(theta.mT, a, out=out[1])
-    out[0].baddbmm_(a, torch.bmm(b.mT, b), beta=-scale, alpha=scale)
-    out[1].baddbmm_(b, torch.bmm(a.mT, a), beta=-scale, alpha=scale)
-
-
-def residual_grad_in_few_kernels(
-    theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float = 1.0
-) -> None:
-    """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
-
-    For a matrix it is as much arithmetic as the other way, in half the kernels. From order 3 on it is half as much
-    again, in a third of the kernels: a GPU, on which small kernels wait for one another, is faster so.
-    """
-    sizes = mode_sizes(factors)
-    cut = _cut(sizes)
-    left, right = khatri_rao(factors[:cut]), khatri_rao(factors[cut:])
-    matrix = theta.reshape(len(theta), math.prod(sizes[:cut]), math.prod(sizes[cut:]))
-    residual = torch.baddbmm(matrix, left, right.mT, beta=-scale, alpha=scale)
-    sides = ((range(cut), residual, right), (range(cut, len(sizes)), residual.mT, left))
-    for side, unfolded, other in sides:
-        if len(side) == 1 and not torch._C._functorch.is_functorch_wrapped_tensor(residual):
-            torch.bmm(unfolded, other, out=out[side.start])  # a pass less, but vmap does not know it
-            continue
-        for n, product in _walk(unfolded @ other, factors, side, out):
-            if product is not out[n]:
-                out[n].copy_(product)
+    return [scale * (factors[n] @ hadamard_of_others(grams, n) - product) for n, product in sweep(theta, factors)]
 
 
 def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -171,8 +77,8 @@ def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tenso
     ``factors`` is read anew at each step: a caller that replaces a factor in between gets alternating updates (ALS),
     one that does not gets all products at the same point (the gradient).
     """
-    for side in _sides(factors):
-        yield from _walk(_partial(theta, factors, side), factors, side)
+    for side in sides(factors):
+        yield from walk(partial_product(theta, factors, side), factors, side)
 
 
 def hadamard_of_others(grams: Sequence[Tensor], n: int) -> Tensor:
@@ -220,18 +126,18 @@ def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> Non
             raise TDPFedError(f"theta: shape {tuple(theta.shape)} given, the factors compose to {expected}")
 
 
-def _cut(sizes: Sequence[int]) -> int:
-    """Return how many modes stand left of the cut that makes its two sides smallest; neither is empty from order 2."""
+def best_cut(sizes: Sequence[int]) -> int:
+    """Return how many modes stand left of the cut that makes its two sides smallest; from order 2 neither is empty."""
     cuts = range(1, len(sizes)) if len(sizes) > 1 else [1]
     return min(cuts, key=lambda cut: math.prod(sizes[:cut]) + math.prod(sizes[cut:]))
 
 
-def _sides(factors: Sequence[Tensor]) -> list[range]:
-    cut = _cut(mode_sizes(factors))
+def sides(factors: Sequence[Tensor]) -> list[range]:
+    cut = best_cut(mode_sizes(factors))
     return [side for side in (range(cut), range(cut, len(factors))) if side]
 
 
-def _partial(theta: Tensor, factors: Sequence[Tensor], side: range) -> Tensor:
+def partial_product(theta: Tensor, factors: Sequence[Tensor], side: range) -> Tensor:
     """Contract all modes outside ``side`` by one matrix product, to ``(..., product of the side's sizes, R)``."""
     sizes = mode_sizes(factors)
     if len(side) == len(sizes):
@@ -242,29 +148,21 @@ def _partial(theta: Tensor, factors: Sequence[Tensor], side: range) -> Tensor:
     return matrix @ khatri_rao(factors[cut:]) if left else matrix.mT @ khatri_rao(factors[:cut])
 
 
-def _walk(
-    partial: Tensor, factors: Sequence[Tensor], side: range, out: Sequence[Tensor] | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the products of ``side``'s modes, given ``partial`` with all other modes contracted.
-
-    A product may be written into its place in ``out`` at once; it is then that tensor itself.
-    """
+def walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tuple[int, Tensor]]:
+    """Yield the products of ``side``'s modes, given ``partial`` with all other modes contracted."""
     if len(side) == 1:
         yield side.start, partial
         return
     first, rest = side.start, side[1:]
     partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
-    others = khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3)
-    yield first, _contract(partial, others, -2, None if out is None else out[first])
-    last = None if out is None or len(rest) > 1 else out[rest.start]
-    yield from _walk(_contract(partial, factors[first].unsqueeze(-2), -3, last), factors, rest, out)
+    yield first, contract(partial, khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2)
+    yield from walk(contract(partial, factors[first].unsqueeze(-2), -3), factors, rest)
 
 
-def _contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-    """Return ``(partial * other).sum(dim)``; on a CPU with a quarter of the product's memory, or without it."""
+def contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
+    """Return ``(partial * other).sum(dim)`` with a quarter of the product's memory, or without it."""
     if partial.is_cuda:
-        kernels = kernels_for(partial, other) if partial.ndim == 4 else None
-        return (partial * other).sum(dim) if kernels is None else kernels.contract(partial, other, dim, out)
+        return (partial * other).sum(dim)
     if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:
         quarters = zip(partial.chunk(4, dim), other.chunk(4, dim), strict=True)
         return reduce(torch.add, ((part * factor).sum(dim) for part, factor in quarters))
@@ -274,17 +172,6 @@ def _contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = Non
     for position, factor in steps:
         total = torch.addcmul(total, position, factor)
     return total
-
-
-def _clients_together(theta: Tensor, factors: Sequence[Tensor], clients: int) -> int:
-    """Return into groups of how many clients to cut them: as many as fit the caches on a CPU, evenly."""
-    if theta.device.type != "cpu":
-        return max(1, clients)
-    sizes = mode_sizes(factors)
-    larger = max(math.prod(sizes[side.start : side.stop]) for side in _sides(factors))
-    most = max(1, CPU_CHUNK_BYTES // (larger * factors[0].shape[-1] * theta.element_size()))
-    groups = max(1, math.ceil(clients / most))
-    return max(1, math.ceil(clients / groups))
 
 
 def _check_mode(x: Tensor, mode: int, order: int | None) -> int:

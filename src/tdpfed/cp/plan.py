@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tdpfed import cp
 from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.gpu import kernels_for, side_by_side
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class FactorPlan:
 
     def compose(self, a: Tensor) -> Tensor:
         """Map factors ``(..., Q)`` to dense parameters ``(..., P)``."""
-        return self.dense.join([group[0] if rank is None else cp.compose(group) for group, rank in self._groups(a)])
+        return self.dense.join([group[0] if rank is None else cp.compose(group) for group, rank in self.groups(a)])
 
     def decompose(self, theta: Tensor, *, sweeps: int = 100, tol: float = 1e-5, seed: int = 0) -> Tensor:
         """Map dense parameters ``(..., P)`` to factors ``(..., Q)`` by a fit from a cold start."""
@@ -135,7 +134,7 @@ class FactorPlan:
     def refine(self, a: Tensor, theta: Tensor, *, sweeps: int = 1, tol: float = 0.0, damping: float = 0.0) -> Tensor:
         """Fit factors ``(..., Q)`` to ``theta`` ``(..., P)`` by ALS, starting from ``a``; the residual never grows."""
         factors: list[Tensor] = []
-        for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
+        for tensor, (group, rank) in zip(self.dense.split(theta), self.groups(a), strict=True):
             if rank is None:
                 # What a damped sweep does to a tensor that is its own only factor.
                 factors.append(torch.lerp(tensor, group[0], (damping / (1 + damping)) ** sweeps))
@@ -143,27 +142,12 @@ class FactorPlan:
                 factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
         return self.factors.join(factors)
 
-    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
-        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a`` ``(..., Q)``; ``out`` takes it."""
-        grad = torch.empty_like(a, memory_format=torch.contiguous_format) if out is None else out
-        # Filled slice by slice: no second copy of its size, and autograd allows it (not so for the views of a split).
-        slices = zip(self.factors.slices.values(), self.factors.shapes, strict=True)
-        parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
-        kernels = kernels_for(a, theta)
-        with side_by_side(a.device) as lane:
-            for tensor, (group, rank) in zip(self.dense.split(theta), self._groups(a), strict=True):
-                pieces = [next(parts) for _ in group]
-                if rank is None and kernels is not None:
-                    continue
-                with lane():
-                    if rank is None:
-                        pieces[0].copy_((group[0] - tensor) * scale)
-                    else:
-                        cp.residual_grad(tensor, group, pieces, scale)
-            if kernels is not None and None in self.ranks:  # all dense parameters at once
-                with lane():
-                    kernels.differences(a.contiguous(), theta.contiguous(), grad, *_dense_places(self, a.device), scale)
-        return grad
+    def residual_grad(self, a: Tensor, theta: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the gradient of ``scale/2 ||theta - compose(a)||^2`` in ``a`` ``(..., Q)``."""
+        parts: list[Tensor] = []
+        for tensor, (group, rank) in zip(self.dense.split(theta), self.groups(a), strict=True):
+            parts += [scale * (group[0] - tensor)] if rank is None else cp.residual_grad(tensor, group, scale)
+        return self.factors.join(parts)
 
     def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:
         """Draw factors whose composed entries vary as ``theta`` ``(P,)`` does; dense parameters are taken from it."""
@@ -179,22 +163,11 @@ class FactorPlan:
     def _parameters(self) -> list[tuple[str, tuple[int, ...], int | None]]:
         return list(zip(self.dense.names, self.dense.shapes, self.ranks, strict=True))
 
-    def _groups(self, a: Tensor) -> list[tuple[list[Tensor], int | None]]:
+    def groups(self, a: Tensor) -> list[tuple[list[Tensor], int | None]]:
         """Return the factors of each parameter of ``dense``, in order, with its rank."""
         tensors = iter(self.factors.split(a))
         counts = [1 if rank is None else len(shape) for _, shape, rank in self._parameters]
         return [([next(tensors) for _ in range(count)], rank) for count, rank in zip(counts, self.ranks, strict=True)]
-
-
-@lru_cache(8)
-def _dense_places(plan: FactorPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where the values of dense parameters lie in the factor vector, and where in the dense one."""
-    names = [name for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is None]
-
-    def within(layout: Layout) -> Tensor:
-        return torch.cat([torch.arange(layout.size)[layout.slices[name]] for name in names]).to(device)
-
-    return within(plan.factors), within(plan.dense)
 
 
 def rank_for(shape: Sequence[int], compression: float) -> int:

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import State, Turn
 from tdpfed.core.draws import Stream, choose, key, permute, uniform
+from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data.federation import Federation
 from tdpfed.errors import TDPFedError, unknown

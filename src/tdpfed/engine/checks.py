@@ -3,16 +3,17 @@
 import torch
 from torch import nn
 
-from tdpfed.algorithms.base import Algorithm, Turn
+from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.objective import Objective, cross_entropy
+from tdpfed.core.state import Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.ranks import ALONE, Ranks
-from tdpfed.engine.runners import FINITE, Outcome
-from tdpfed.errors import QuorumError, TDPFedError, unknown
-from tdpfed.server.gate import Attack, Uplink
+from tdpfed.engine.runners import FINITE, Updates
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.server.gate import Attack
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule
-from tdpfed.wire import Rejected
+from tdpfed.server.round import diverged
 
 
 def check_kinds(model: object, federation: object, algorithm: object, participation: object, loss: object) -> None:
@@ -75,14 +76,15 @@ def check_settings(
         )
 
 
-def check_privacy(algorithm: Algorithm, participation: Participation, uplink: Uplink, clients: int) -> None:
+def check_privacy(
+    algorithm: Algorithm, participation: Participation, rule: Rule, attack: Attack | None, clients: int
+) -> None:
     """Refuse what the accounting of differential privacy does not cover, with the reason."""
     few = participation.clients is not None and participation.clients < clients
-    rule, attack = uplink.rule, uplink.attack
     for field, value, bad, allowed, why in (
         ("algorithm.name", algorithm.name, not algorithm.communicates, "one that sends", "nothing is released"),
         (
-            "algorithm.name", algorithm.name, algorithm.name == "fedavg_sar", "another",
+            "algorithm.name", algorithm.name, algorithm.shared_seed, "another",
             "its clients hold the seed of the draws, and so of the noise",
         ),
         (
@@ -131,25 +133,9 @@ def check_model(objective: Objective, data: Federation) -> None:
         ) from error
 
 
-def check_finite(outcome: Outcome, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
+def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
     """Stop a run that diverges, with the round, a client and the learning rates to lower."""
-    bad = ~outcome.metrics[FINITE].cpu()
+    bad = ~updates.metrics[FINITE].cpu()
     if bool(bad.any()):
-        rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
-        raise TDPFedError(
-            f"round {turn.round}: loss or parameters of client {int(turn.clients.cpu()[bad][0])} are not finite, "
-            f"the run diverges; lower the learning rates ({rates})"
-            + (f", or meet robust.attack {attack.kind!r} with another setting of [robust]" if attack else "")
-        )
-
-
-def below_quorum(
-    number: int, attempts: int, accepted: int, asked: Participation, rule: Rule, refused: list[Rejected]
-) -> QuorumError:
-    """Return the error of a round that had too few uploads."""
-    wanted = f"participation.quorum asks for {asked.quorum}"
-    if accepted >= asked.quorum:
-        wanted = f"robust.name {rule.name!r} cannot work with so few"
-    tries = "" if attempts == 1 else f" in the last of {attempts} attempts"
-    reasons = f"; the last refusal: {refused[-1]}" if refused else ""
-    return QuorumError(f"round {number}: {accepted} uploads accepted{tries}, {wanted}{reasons}")
+        hint = f", or meet robust.attack {attack.kind!r} with another setting of [robust]" if attack else ""
+        raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[bad][0]), hint)

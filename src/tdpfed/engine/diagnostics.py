@@ -4,13 +4,17 @@ With ``F_k(A) = min_theta f_k(theta) + lam/2 ||theta - [[A]]||^2`` on a client's
 theorem gives ``grad F_k(A) = lam * residual_grad(A, theta_k)`` at the minimiser theta_k, which gradient descent finds.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm, State, Turn
-from tdpfed.algorithms.tdpfed import TDPFed
+from tdpfed.algorithms.base import Algorithm
+from tdpfed.core.local import Factors, Local, Near
+from tdpfed.core.state import State, Turn
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import Runner
 from tdpfed.errors import TDPFedError
 
@@ -29,11 +33,29 @@ class Diagnostics:
                 raise TDPFedError(f"diagnostics.{name}: {value} given, must be at least {least}")
 
 
-def defined_for(algorithm: Algorithm) -> TDPFed:
+class Enveloped(Protocol):
+    """A method that the analysis is about."""
+
+    lam: float
+    eta_p: float
+    tau: int
+
+    @property
+    def plan(self) -> FactorPlan:
+        """Which parameters are factorized, and how."""
+
+    def broadcast(self, server: State, turn: Turn) -> State:
+        """Return what goes down."""
+
+    def local_rounds(self, message: State, private: State, local: Local) -> Iterator[tuple[Near, Factors]]:
+        """Yield theta and the factors after each local round."""
+
+
+def defined_for(algorithm: Algorithm) -> Enveloped:
     """Return the algorithm if the analysis is about it."""
-    if not isinstance(algorithm, TDPFed):
-        raise TDPFedError(f"diagnostics: {algorithm.name!r} given, the quantities are defined for 'tdpfed' only")
-    return algorithm
+    if not algorithm.has_envelope:
+        raise TDPFedError(f"diagnostics: the convergence quantities are not defined for {algorithm.name!r}")
+    return cast(Enveloped, algorithm)
 
 
 def diagnose(
@@ -53,11 +75,11 @@ def diagnose(
     mean = share @ gradients.double()
     message = algorithm.broadcast(server, turn)
     drift, before = torch.zeros_like(share), a
-    for local in algorithm.local_rounds(message, private, runner.batches(turn), runner.objective.gradient):
-        along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), local.theta)
+    for near, factors in algorithm.local_rounds(message, private, runner.local(turn, runner.batches(turn))):
+        along = algorithm.lam * algorithm.plan.residual_grad(before.contiguous(), near.theta)
         drift += (along - gradients).double().square().sum(-1) / algorithm.tau
-        before = local.factors()
-    distance = (local.theta - algorithm.plan.compose(a)).double().square().sum(-1)
+        before = factors.value
+    distance = (near.theta - algorithm.plan.compose(a)).double().square().sum(-1)
     return {
         "gradient_norm": float(mean.square().sum()),
         "distance": float(share @ distance),

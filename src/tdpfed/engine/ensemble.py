@@ -10,10 +10,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import State, Turn
-from tdpfed.core.objective import Batch
+from tdpfed.core.local import Batch
+from tdpfed.core.state import State, Turn
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import LEAST_TOGETHER, Outcome, as_state, with_finiteness
+from tdpfed.engine.runners import FEWEST_TOGETHER, Updates, as_state, with_finiteness
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
@@ -42,7 +42,7 @@ class Ensemble:
         if (
             runner.kind != "batched"
             or not self._one_objective
-            or not LEAST_TOGETHER <= clients <= (runner.chunk or runner.fitting)
+            or not FEWEST_TOGETHER <= clients <= (runner.chunk or runner.fitting)
             or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # each has enough for all threads
         ):
             return [error_of(simulation.step) for simulation in self.simulations]
@@ -52,13 +52,13 @@ class Ensemble:
         compute = partial(self._graphed if runner.graphs and turns[0].clients.is_cuda else self._computed, *states)
         on_cpu = turns[0].clients.device.type == "cpu"
         with arithmetic(runner.precision):
-            together = Outcome(*(runner.groups.compute([compute], 1, 1)[0] if on_cpu else compute()))
+            together = Updates(*(runner.groups.compute([compute], 1, 1)[0] if on_cpu else compute()))
         begin, errors = 0, []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             rows = slice(begin, begin + len(turn.clients))
             parts = (together.private, together.upload, together.metrics)
             # On a CPU the last bit of a product may depend on where in memory its rows begin.
-            own = Outcome(
+            own = Updates(
                 *({name: value[rows].clone() if on_cpu else value[rows] for name, value in p.items()} for p in parts)
             )
             errors.append(error_of(partial(simulation.step, own if len(turn.clients) else None)))
@@ -66,16 +66,15 @@ class Ensemble:
         return errors
 
     def _computed(self, *states: State) -> tuple[State, ...]:
-        algorithm, objective = self.simulations[0].algorithm, self.simulations[0].objective
+        algorithm, runner = self.simulations[0].algorithm, self.simulations[0].runner
         servers, private, places = states[0::3], states[1::3], states[2::3]
         turns = [Turn(**place) for place in places]
         messages = [algorithm.broadcast(server, turn) for server, turn in zip(servers, turns, strict=True)]
         draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
         seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
         turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
-        return with_finiteness(
-            *algorithm.update(_joined(messages), _joined(private), _all(draws), objective.gradient, turn)
-        )
+        local = runner.local(turn, _all(draws))
+        return with_finiteness(*algorithm.update(_joined(messages), _joined(private), local))
 
     @cached_property
     def _graphed(self) -> Graphed:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdpfed.core.objective import Objective
 from tdpfed.data.federation import Federation
-from tdpfed.engine.runners import LEAST_TOGETHER
+from tdpfed.engine.runners import FEWEST_TOGETHER
 
 SAMPLES_AT_ONCE = 4096
 """Samples in one forward pass, over all clients computed together, where memory allows."""
@@ -74,8 +74,8 @@ def score(
     """
     longest = int(federation.test_size.max())
     widest = WIDTH if federation.device.type == "cpu" else at_once  # the bits of a GPU depend on company anyway
-    width = max(1, min(widest, longest, at_once // LEAST_TOGETHER))
-    together = max(LEAST_TOGETHER, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
+    width = max(1, min(widest, longest, at_once // FEWEST_TOGETHER))
+    together = max(FEWEST_TOGETHER, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
     parts = [
         _few(
             objective, parameters(slice(first, first + together)), federation, clients[first : first + together], width
@@ -110,7 +110,7 @@ def _few(objective: Objective, theta: Tensor, federation: Federation, clients: T
     for done in range(0, int(size.max()), width):
         left = everybody[size > done]
         for rows in left.split(1 if alone else len(left)):
-            filled = rows if alone or len(rows) >= LEAST_TOGETHER else rows.repeat(LEAST_TOGETHER)[:LEAST_TOGETHER]
+            filled = rows if alone or len(rows) >= FEWEST_TOGETHER else rows.repeat(FEWEST_TOGETHER)[:FEWEST_TOGETHER]
             place = done + torch.arange(width, device=theta.device)
             index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
             batch = federation.x[index], federation.y[index]
@@ -118,7 +118,7 @@ def _few(objective: Objective, theta: Tensor, federation: Federation, clients: T
                 own = theta if theta.ndim == 1 else theta[int(rows)]
                 loss, right = (value[None] for value in objective.per_sample(own, (batch[0][0], batch[1][0])))
             else:
-                whole = len(rows) == len(clients) >= LEAST_TOGETHER
+                whole = len(rows) == len(clients) >= FEWEST_TOGETHER
                 own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
                 loss, right = (value[: len(rows)] for value in objective.per_sample(own, batch))
             counts = place < size[rows, None]

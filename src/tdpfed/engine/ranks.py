@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
-from tdpfed.engine.runners import Outcome
+from tdpfed.core.state import State
+from tdpfed.engine.runners import Updates
 from tdpfed.errors import RankError, TDPFedError
 
 
@@ -71,7 +71,7 @@ class Ranks:
             for (name, value), columns in zip(rows.items(), everybody.split(sizes, 1), strict=True)
         }
 
-    def shared(self, part: Outcome | None, clients: Tensor) -> Outcome:
+    def shared(self, part: Updates | None, clients: Tensor) -> Updates:
         """Return everybody's uploads and metrics; ``part`` are this rank's, None where it has no client.
 
         The private rows stay with the rank that has them.
@@ -95,7 +95,7 @@ class Ranks:
             {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
             for prefix in ("upload ", "metrics ")
         )
-        return Outcome({} if part is None else part.private, upload, metrics)
+        return Updates({} if part is None else part.private, upload, metrics)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes that rank ``source`` gave."""

@@ -1,27 +1,33 @@
 """Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
 
-Both execute the same functions of the algorithm on the same minibatches, and agree up to rounding. The batched runner
-takes clients in chunks, on a CPU several at a time; a client's bits do not depend on its company, so any chunking gives
-the same result on a CPU.
+Both execute the same functions of the method on the same minibatches, and agree up to rounding: the loop with plain
+local work, the batched runner with the fast one. The batched runner takes clients in chunks, on a CPU several at a
+time; a client's bits do not depend on its chunk, so any chunking gives the same result on a CPU.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
+from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import batch_indices
-from tdpfed.core.objective import Batch, Objective
+from tdpfed.core.local import Batch
+from tdpfed.core.objective import Objective
+from tdpfed.core.plain import PlainLocal
+from tdpfed.core.state import State, Turn, lengths_of
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
+from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
+from tdpfed.fast.gradient import RecordedGradient
+from tdpfed.fast.local import FastLocal
 from tdpfed.fast.threads import LITTLE, SMALL, Groups
 from tdpfed.wire.codecs import finite
 
@@ -39,13 +45,13 @@ DRAWN_TOGETHER = 1 << 22
 FINITE = "finite"
 """The metric, beside an algorithm's own, that says whether all that a client gave is finite."""
 
-LEAST_TOGETHER = 3
+FEWEST_TOGETHER = 3
 """Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the clients of a round gave: new private state, uploads and metrics, each with a leading client axis."""
+class Updates:
+    """The results of a round's clients: new private state, uploads and metrics, each with a leading client axis."""
 
     private: State
     upload: State
@@ -64,7 +70,7 @@ class Runner:
     graphs: bool = True  # on a GPU: record a round and replay it
     precision: Precision = "float32"
 
-    def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Outcome:
+    def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
 
         Of a round that several processes share, ``participants`` is how many there are in all.
@@ -89,59 +95,93 @@ class Runner:
             tasks = [partial(task, rows) for rows in self._chunks(count)]
             self.groups.compute(tasks, *self.lanes(participants or count))
 
-    def batches(self, turn: Turn, index: Tensor | None = None) -> Batches:
+    def batches(self, turn: Turn, index: Tensor | None = None) -> Callable[[int], Batch]:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``.
 
-        ``index`` says which samples these are, if that is known already.
+        ``index`` says which samples the first ``draws`` minibatches have, if that is known already.
         """
-        data, clients = self.federation, turn.clients
-        index = self._drawn(turn) if index is None else index
-        by_step = index.movedim(-2, 0).contiguous()
+        data, clients, known = self.federation, turn.clients, self.algorithm.draws
+        by_step = (self._drawn(turn) if index is None else index).movedim(-2, 0).contiguous()
         labels = _rows(data.y, by_step)
 
         def batch(step: int) -> Batch:
             self.groups.check()
-            x = augmented(_rows(data.x, by_step[step]), data.augment, turn.seed, turn.round, clients, step)
-            return x, labels[step]
+            here, targets = (by_step, labels) if step < known else later(step)
+            x = augmented(_rows(data.x, here[step]), data.augment, turn.seed, turn.round, clients, step)
+            return x, targets[step]
+
+        @cache
+        def more(draws: int) -> tuple[Tensor, Tensor]:
+            found = self._drawn(turn, draws).movedim(-2, 0).contiguous()
+            return found, _rows(data.y, found)
+
+        def later(step: int) -> tuple[Tensor, Tensor]:
+            return more(known * (step // known + 1))
 
         return batch
 
-    def _drawn(self, turn: Turn) -> Tensor:
-        """Return which samples the turn's clients see, ``(..., draws, B)``."""
+    def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
+        """Return which samples the turn's clients see, ``(..., draws, B)``; as many as the method expects to need."""
         data, clients = self.federation, turn.clients.reshape(-1)
-        draws, size = self.algorithm.draws, self.algorithm.batch_size
+        draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
         index = batch_indices(turn.seed, turn.round, clients, start, held, draws, size)
         return index.reshape(*turn.clients.shape, draws, size)
 
-    def _one(self, server: State, private: State, turn: Turn, row: int) -> Outcome:
+    def _one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
+        """Run one client by itself, in ordinary PyTorch."""
         alone = replace(turn, clients=turn.clients[row])
-        outcome = self._update(server, {name: rows[row] for name, rows in private.items()}, alone)
-        return Outcome(*({name: value[None] for name, value in part.items()} for part in outcome))
+        local = PlainLocal(alone, self.algorithm.tau, self.batches(alone), self.objective.gradient)
+        own = {name: rows[row] for name, rows in private.items()}
+        updates = self._checked(*self.algorithm.update(self.algorithm.broadcast(server, alone), own, local))
+        return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
 
-    def _together(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Outcome:
+    def _together(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Updates:
         group = replace(turn, clients=turn.clients[rows])
         kept, drawn = {name: values[rows] for name, values in private.items()}, None if index is None else index[rows]
-        count, missing = len(group.clients), LEAST_TOGETHER - len(group.clients)
+        count, missing = len(group.clients), FEWEST_TOGETHER - len(group.clients)
         if missing <= 0:
-            return Outcome(*self._update(server, kept, group, drawn))
-        filled = torch.arange(LEAST_TOGETHER, device=group.clients.device).clamp_max(count - 1)
+            return Updates(*self._update(server, kept, group, drawn))
+        filled = torch.arange(FEWEST_TOGETHER, device=group.clients.device).clamp_max(count - 1)
         group = replace(group, clients=group.clients[filled])
-        outcome = self._update(server, rows_of(kept, filled), group, None if drawn is None else drawn[filled])
-        return Outcome(*({name: value[:count] for name, value in part.items()} for part in outcome))
+        updates = self._update(server, rows_of(kept, filled), group, None if drawn is None else drawn[filled])
+        return Updates(*({name: value[:count] for name, value in part.items()} for part in updates))
 
     def _update(self, server: State, private: State, turn: Turn, index: Tensor | None = None) -> tuple[State, ...]:
-        if turn.clients.device.type == "cuda" and self.graphs:
+        if turn.clients.is_cuda and self.graphs:
             return self._graphed(server, private, as_state(turn))
         return self._computed(server, private, turn, index)
 
     def _computed(
         self, server: State, private: State, turn: Turn, index: Tensor | None = None
     ) -> tuple[State, State, State]:
-        message = self.algorithm.broadcast(server, turn)
-        return with_finiteness(
-            *self.algorithm.update(message, private, self.batches(turn, index), self.objective.gradient, turn)
-        )
+        local = self.local(turn, self.batches(turn, index))
+        return self._checked(*self.algorithm.update(self.algorithm.broadcast(server, turn), private, local))
+
+    def local(self, turn: Turn, batches: Callable[[int], Batch]) -> FastLocal:
+        """Return the local work of the turn's clients, all at once."""
+        return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used)
+
+    def _checked(self, private: State, upload: State, metrics: State) -> tuple[State, State, State]:
+        """Return what clients gave, which must be what the method declares, and whether all of it is finite."""
+        declared = lengths_of(self.algorithm.up())
+        given = {name: value.shape[-1] for name, value in upload.items()}
+        if given != declared or "loss" not in metrics:
+            raise TDPFedError(
+                f"{self.algorithm.name}: update returned uploads {given} and metrics {sorted(metrics)}, "
+                f"must return uploads {declared} as up() declares, and a loss"
+            )
+        return with_finiteness(private, upload, metrics)
+
+    @cached_property
+    def gradient(self) -> RecordedGradient:
+        """The gradient of the objective, recorded and replayed."""
+        return RecordedGradient(self.objective)
+
+    @cached_property
+    def used(self) -> set[str]:
+        """Which kinds of local work the method has asked for so far."""
+        return set()
 
     @cached_property
     def _graphed(self) -> Graphed:
@@ -161,9 +201,9 @@ class Runner:
         if count * self.objective.layout.size <= SMALL:
             return 1, 1
         threads = self.groups.threads
-        if self._few_products:
-            return 1, threads
-        lanes = max(1, min(threads, self.fitting // LEAST_TOGETHER, math.ceil(count / LEAST_TOGETHER)))
+        if self.used == {"plain steps"} and self._skips_first_layer:
+            return 1, threads  # a local round is few large products and many small operators: groups would wait
+        lanes = max(1, min(threads, self.fitting // FEWEST_TOGETHER, math.ceil(count / FEWEST_TOGETHER)))
         return lanes, threads // lanes
 
     def around_groups(self, count: int) -> AbstractContextManager[None]:
@@ -174,14 +214,12 @@ class Runner:
         return self.groups.using(1)
 
     @cached_property
-    def _few_products(self) -> bool:
-        """Whether a local round is few large products and many small operators, which groups would wait for."""
-        if not self.algorithm.steps_alone:
-            return False
+    def _skips_first_layer(self) -> bool:
+        """Whether several steps on one minibatch touch the first layer's weights once."""
         data, size = self.federation, self.algorithm.batch_size
-        index = torch.arange(LEAST_TOGETHER * size).reshape(LEAST_TOGETHER, size) % len(data.x)
-        theta = self.objective.initial().repeat(LEAST_TOGETHER, 1).to(data.x)
-        return self.objective.gradient.skips_first_layer(theta, (_rows(data.x, index), _rows(data.y, index)))
+        index = torch.arange(FEWEST_TOGETHER * size).reshape(FEWEST_TOGETHER, size) % len(data.x)
+        theta = self.objective.initial().repeat(FEWEST_TOGETHER, 1).to(data.x)
+        return self.gradient.skips_first_layer(theta, (_rows(data.x, index), _rows(data.y, index)))
 
     @cached_property
     def groups(self) -> Groups:
@@ -196,7 +234,7 @@ class Runner:
         activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2])
         per_client = data.x.element_size() * (VECTORS_PER_CLIENT * self.objective.layout.size + activations)
         bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_BYTES
-        return max(LEAST_TOGETHER, bytes_ // per_client)
+        return max(FEWEST_TOGETHER, bytes_ // per_client)
 
 
 def with_finiteness(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
@@ -215,9 +253,9 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
 
 
-def _joined(outcomes: list[Outcome]) -> Outcome:
-    if len(outcomes) == 1:
-        return outcomes[0]
+def _joined(parts: list[Updates]) -> Updates:
+    if len(parts) == 1:
+        return parts[0]
 
     known: dict[tuple[int, ...], Tensor] = {}  # what clients keep and what they send may be one tensor
 
@@ -229,10 +267,10 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
             joined[name] = known[same] = known[same] if same in known else torch.cat(pieces)
         return joined
 
-    return Outcome(
-        join([outcome.private for outcome in outcomes]),
-        join([outcome.upload for outcome in outcomes]),
-        join([outcome.metrics for outcome in outcomes]),
+    return Updates(
+        join([updates.private for updates in parts]),
+        join([updates.upload for updates in parts]),
+        join([updates.metrics for updates in parts]),
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
+from tdpfed.core.state import State
 from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.files import ctrl_c_waits

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tdpfed.algorithms.base import State
+from tdpfed.core.state import State
 
 States = tuple[State, ...]
 

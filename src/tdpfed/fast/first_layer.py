@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tdpfed.core.local import Near
+from tdpfed.core.optim import nesterov, within_float32
 from tdpfed.fast.graph_rewrites import (
     InPlace,
     Part,
@@ -30,21 +32,18 @@ from tdpfed.fast.graph_rewrites import (
     views_of,
     without_join,
 )
+from tdpfed.fast.optim import aligned_empty
 
 WIDE = 8
 """Inputs per sample of a minibatch from which it is less work."""
 
 
-class Along(NamedTuple):
-    """The first layer's weights where nothing is left of their start: ``V + slopes^T X``, beside ``V`` of low rank."""
+class LowRankStep(NamedTuple):
+    """The first layer's weights where nothing is left of their start: ``V + slopes^T X``, so ``V`` plus low rank."""
 
     begin: int  # of the weights in theta
     slopes: Tensor  # (K, samples, outputs)
     inputs: Tensor  # (K, samples, inputs)
-
-
-Steps = tuple[Tensor, Tensor, Along | None]
-"""Theta, the loss before the last step, and what is known of the weights of theta's first layer."""
 
 
 class FirstLayer(NamedTuple):
@@ -56,52 +55,62 @@ class FirstLayer(NamedTuple):
     outputs: int
     inputs: int
 
-    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
-        """Take ``count`` steps ``theta + pull (w - theta) - lr g`` in the memory of ``theta``."""
-        inputs = x.reshape(*x.shape[:2], self.inputs)
+    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Near:
+        """Take ``count`` steps ``theta + pull (w - theta) - lr g``."""
+        inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
-        along, views = torch.zeros_like(z), self.step.look(theta)
+        slopes, views = torch.zeros_like(z), self.step.look(moved)
         for _ in range(count - 1):
             in_z = self.step.move_only(x, y, z, w, pull, lr, *views)
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
-            along.mul_(1 - pull).add_(in_z)
+            slopes.mul_(1 - pull).add_(in_z)
         loss, in_z = self.step.move(x, y, z, w, pull, lr, *views)
-        along.mul_(1 - pull).add_(in_z)
+        slopes.mul_(1 - pull).add_(in_z)
         kept = math.prod([1 - pull] * count)
-        along.mul_(-lr)
-        weights.lerp_(anchor, float32(1 - kept)).baddbmm_(along.mT, inputs)
-        return theta, loss, self._along(kept, along, inputs)
+        slopes.mul_(-lr)
+        new = torch.lerp(weights, anchor, within_float32(1 - kept), out=self._weights(moved))
+        new.baddbmm_(slopes.mT, inputs)
+        return Near(moved, loss, self._low_rank(kept, slopes, inputs))
 
     def steps_with_momentum(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
-    ) -> Steps:
-        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` in the memory of ``theta``."""
-        inputs = x.reshape(*x.shape[:2], self.inputs)
+    ) -> Near:
+        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2``.
+
+        The weights are ``W + share (V - W) + slopes^T X`` all along, and so is their velocity: the rule is applied to
+        the share, the slopes and the other parameters.
+        """
+        inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         start, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
-        others = list(zip(self._others(theta), self._others(w), strict=True))
-        z, share, along = start, 0.0, torch.zeros_like(start)  # W is W + share (V - W) + along^T X by now
-        share_v, along_v, velocities = 0.0, torch.zeros_like(start), [torch.zeros_like(part) for part, _ in others]
+        others = list(zip(self._others(moved), self._others(w), strict=True))
+        z, share, slopes = start, torch.zeros((), dtype=torch.float64), torch.zeros_like(start)
+        speeds = [torch.zeros_like(part) for part in (share, slopes, *(part for part, _ in others))]
         for step in range(count):
-            loss, in_z, *gradients = self.gradient(theta, x, y, z)
-            for (part, towards), slope, velocity in zip(others, gradients, velocities, strict=True):
-                g = torch.sub(part, towards).mul_(lam).add_(slope)
-                velocity.mul_(momentum).add_(g)
-                part.sub_(g.add_(velocity, alpha=momentum), alpha=lr)
-            pulled, in_z = lam * (share - 1), torch.add(in_z, along, alpha=lam)
-            share_v = momentum * share_v + pulled
-            along_v.mul_(momentum).add_(in_z)
-            share = float32(share - lr * (pulled + momentum * share_v))
-            along.sub_(in_z.add_(along_v, alpha=momentum), alpha=lr)
+            loss, in_z, *gradients = self.gradient(moved, x, y, z)
+            pulls = [torch.sub(part, near).mul_(lam).add_(g) for (part, near), g in zip(others, gradients, strict=True)]
+            points = (share, slopes, *(part for part, _ in others))
+            for point, g, speed in zip(
+                points, (lam * (share - 1), in_z.add(slopes, alpha=lam), *pulls), speeds, strict=True
+            ):
+                nesterov(point, g, speed, lr, momentum, out=point)
             if step < count - 1:
-                z = torch.lerp(start, aim, share).baddbmm_(gram, along)
-        weights.lerp_(anchor, share).baddbmm_(along.mT, inputs)
-        return theta, loss, self._along(1 - share, along, inputs)
+                z = torch.lerp(start, aim, within_float32(float(share))).baddbmm_(gram, slopes)
+        share_now = within_float32(float(share))
+        torch.lerp(weights, anchor, share_now, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
+        return Near(moved, loss, self._low_rank(1 - share_now, slopes, inputs))
 
-    def _along(self, kept: float, slopes: Tensor, inputs: Tensor) -> Along | None:
+    def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor) -> LowRankStep | None:
         lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps
-        return Along(self.begin, slopes, inputs) if lost_in_rounding else None
+        return LowRankStep(self.begin, slopes, inputs) if lost_in_rounding else None
+
+    def _with_others_of(self, theta: Tensor) -> Tensor:
+        """Return new memory that holds all of theta but the first layer's weights, which are written at the end."""
+        moved = aligned_empty(theta)
+        for new, old in zip(self._others(moved), self._others(theta), strict=True):
+            new.copy_(old)
+        return moved
 
     def _others(self, flat: Tensor) -> list[Tensor]:
         """Return what lies before and after the weights, if anything does."""
@@ -226,11 +235,6 @@ def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
             if piece.target is operator.getitem and sum(sizes[: piece.args[1]]) == begin:
                 return piece
     return None
-
-
-def float32(value: float) -> float:
-    """Return a number that every tensor takes: what has left the range of float32 is infinite."""
-    return value if abs(value) < torch.finfo(torch.float32).max else math.copysign(math.inf, value)
 
 
 def _is_turned(node: Any) -> bool:

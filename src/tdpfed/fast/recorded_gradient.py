@@ -1,7 +1,7 @@
 """A gradient recorded once as a graph of tensor operators, put in better order, and replayed.
 
-Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic. How
-the graph is changed, ``rewriting.py`` says; on a GPU convolutions become matrix products.
+Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic.
+:mod:`tdpfed.fast.graph_rewrites` changes the graph; on a GPU convolutions become matrix products.
 """
 
 import threading
@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.fast.convolution import as_products
-from tdpfed.fast.first_layer import FirstLayer, Steps, first_layer
+from tdpfed.fast.first_layer import FirstLayer, first_layer
 from tdpfed.fast.graph_rewrites import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
+from tdpfed.fast.optim import after_gradient
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]
@@ -47,38 +48,24 @@ class Replayed:
         """Return gradient and loss."""
         return self._gradients.of(theta, x, y)(theta, x, y)
 
-    def step(
-        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
+    def step_(
+        self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor | None, pull: float, lr: float
     ) -> tuple[Tensor, Tensor]:
-        """Return ``theta + pull (w - theta) - lr g`` (``theta - lr g`` without a ``w``), and the loss.
+        """Return ``theta + pull (anchor - theta) - lr g`` (``theta - lr g`` without an anchor), and the loss."""
+        return self._steps.of(theta, x, y)(theta, x, y, anchor, pull, lr)
 
-        ``theta`` is given up: the result may lie in its memory.
-        """
-        return self._steps.of(theta, x, y)(theta, x, y, w, pull, lr)
-
-    def mover(self, theta: Tensor, x: Tensor, y: Tensor, lr: float) -> "Mover":
-        """Return what takes steps ``theta - lr g`` in the memory of ``theta``, on minibatches of this kind."""
+    def mover(self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor | None, pull: float, lr: float) -> "Mover":
+        """Return what takes such steps in the memory of ``theta``, on minibatches of this kind."""
         step = self._steps.of(theta, x, y)
-        return Mover(theta, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
+        return Mover(theta, anchor, pull, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
 
-    def steps_with_momentum(
-        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
-    ) -> Steps | None:
-        """Return what ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2`` come to, and the loss before the last.
-
-        None, and theta as it was, where the steps themselves are as quick.
-        """
-        known = self.first_layer(theta, x, y) if count > 1 else None
-        return None if known is None else known.steps_with_momentum(theta, x, y, w, lam, lr, momentum, count)
-
-    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Steps:
-        """Return what ``count`` of these steps on one minibatch come to, and the loss before the last."""
-        known = self.first_layer(theta, x, y) if count > 1 else None
-        if known is not None:
-            return known.steps(theta, x, y, w, pull, lr, count)
+    def steps_(
+        self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor, pull: float, lr: float, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take ``count`` such steps on one minibatch; return the parameters and the loss before the last step."""
         for _ in range(count):
-            theta, loss = self.step(theta, x, y, w, pull, lr)
-        return theta, loss, None
+            theta, loss = self.step_(theta, x, y, anchor, pull, lr)
+        return theta, loss
 
     def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
         """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""
@@ -138,9 +125,11 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Mover:
-    """Takes steps ``theta - lr g`` in the memory of one theta."""
+    """Takes steps ``theta + pull (anchor - theta) - lr g`` in the memory of one theta."""
 
     theta: Tensor
+    anchor: Tensor | None
+    pull: float
     lr: float
     step: Step
     views: tuple[Tensor, ...]  # of theta, if the step is taken there anyway
@@ -148,23 +137,18 @@ class Mover:
     def move(self, x: Tensor, y: Tensor) -> None:
         """Take a step on a minibatch."""
         if isinstance(self.step, InPlace):
-            self.step.move_only(x, y, None, 0.0, self.lr, *self.views)
+            self.step.move_only(x, y, self.anchor, self.pull, self.lr, *self.views)
         else:
-            self.move_and_tell(x, y)
+            self.move_and_report(x, y)
 
-    def move_and_tell(self, x: Tensor, y: Tensor) -> Tensor:
+    def move_and_report(self, x: Tensor, y: Tensor) -> Tensor:
         """Take a step on a minibatch, and return the loss before it."""
         if isinstance(self.step, InPlace):
-            loss: Tensor = self.step.move(x, y, None, 0.0, self.lr, *self.views)
+            loss: Tensor = self.step.move(x, y, self.anchor, self.pull, self.lr, *self.views)
             return loss
-        moved, loss = self.step(self.theta, x, y, None, 0.0, self.lr)
+        moved, loss = self.step(self.theta, x, y, self.anchor, self.pull, self.lr)
         self.theta.copy_(moved)
         return loss
-
-
-def after_gradient(theta: Tensor, g: Tensor, w: Tensor | None, pull: float, lr: float) -> Tensor:
-    """Return ``theta + pull (w - theta) - lr g``, or ``theta - lr g`` in the memory of ``g``, which is given up."""
-    return torch.add(theta, g, alpha=-lr, out=g) if w is None else torch.lerp(theta, w, pull).sub_(g, alpha=lr)
 
 
 class _Recordings(Generic[Kept]):
@@ -204,5 +188,5 @@ def _follows(step: InPlace, theta: Tensor) -> bool:
 
 
 def _steps_in_place(theta: Tensor) -> bool:
-    apart = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # rows that are one are not stepped in
+    apart = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # expanded rows share memory: no in-place step
     return theta.device.type == "cpu" and theta.stride(-1) == 1 and apart

@@ -6,22 +6,26 @@ plain autograd, the same numbers without ``torch.func``, whose first use costs m
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tdpfed
-from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
+from tdpfed.algorithms.base import Algorithm
 from tdpfed.config.loading import Config
-from tdpfed.core.draws import Stream, batch_indices, key
-from tdpfed.core.objective import Batch, Objective
+from tdpfed.core.draws import batch_indices
+from tdpfed.core.local import Batch
+from tdpfed.core.objective import Objective
+from tdpfed.core.plain import PlainLocal
+from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.threads import SMALL
 from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
 from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
+from tdpfed.server.round import diverged, initial_state
 from tdpfed.wire import Expected, Layouts, decode, encode, encoded_size, validate
 
 AT_ONCE = 1024
@@ -44,16 +48,12 @@ class Side:
     start: Tensor  # (P,) the model both sides know before round 1
 
     @classmethod
-    def of(cls, task: Task, config: Config, device: torch.device) -> "Side":
+    def of(cls, task: Task, config: Config, nodes: int, device: torch.device) -> "Side":
         """Build model and algorithm, and the state before round 1."""
         objective = objective_of(task, config.run.seed)
         objective.model.to(device)
-        algorithm = config.make_algorithm().bind(objective.layout)
-        theta = objective.initial()
-        generator = torch.Generator().manual_seed(int(key(config.run.seed, Stream.INIT)))
-        server = algorithm.init(theta, generator)
-        shipped = algorithm.global_model(server)
-        return cls(config, objective, algorithm, server, theta if shipped is None else shipped)
+        algorithm = config.make_algorithm().bind(objective.layout, nodes)
+        return cls(config, objective, algorithm, *initial_state(algorithm, objective.initial(), config.run.seed))
 
     def turn(self, round_: int, client: int) -> Turn:
         """Return the place of a client's draws."""
@@ -65,7 +65,7 @@ class Side:
 
     def shipped(self, server: State) -> tuple[State, Layouts]:
         """Return what goes down to clients that are to evaluate: the server's state where it may travel."""
-        layouts = self.algorithm.layouts
+        layouts = layouts_of(self.algorithm.down())
         if server.keys() <= layouts.keys():
             return server, {name: layouts[name] for name in server}
         shipped = self.algorithm.global_model(server)
@@ -93,7 +93,7 @@ class Node:
     @cached_property
     def side(self) -> Side:
         """The common start; and as many threads as the model can use."""
-        made = Side.of(self.task, self.config, self.device)
+        made = Side.of(self.task, self.config, self.flower.nodes, self.device)
         threads = self.config.run.threads
         if threads != "auto" or made.objective.layout.size <= SMALL:
             torch.set_num_threads(1 if threads == "auto" else threads)
@@ -143,17 +143,15 @@ class Node:
         message: State = {}
         if algorithm.communicates:
             sent = side.broadcast(side.server, round_, self.client)
-            message = self._received(wire, sent, {name: algorithm.layouts[name] for name in sent}, round_)
+            message = self._received(wire, sent, layouts_of(algorithm.down()), round_)
         store = self._store(fields)
         with store.locked():
             kept = store.before(round_, session)
             private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
-            private, upload, metrics = algorithm.update(message, private, self._batches(turn), self._gradient, turn)
+            local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
+            private, upload, metrics = algorithm.update(message, private, local)
             if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
-                rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.learning_rates.items())
-                raise TDPFedError(
-                    f"round {round_}: loss or parameters are not finite; lower the learning rates ({rates})"
-                )
+                raise diverged(algorithm, round_)
             store.save(round_, session, private, settled)
         found: Metrics = {"loss": float(metrics["loss"])}
         if fields.get("evaluate"):
@@ -161,7 +159,7 @@ class Node:
         if not fields.get("report") or not algorithm.communicates:
             return None, found
         return encode(
-            upload, {name: algorithm.layouts[name] for name in upload}, kind="up", round_=round_, client=self.client,
+            upload, layouts_of(algorithm.up()), kind="up", round_=round_, client=self.client,
             samples=len(self.data.x), codec=self.config.wire.codec, seed=self.config.run.seed,
         ), found  # fmt: skip
 
@@ -187,19 +185,21 @@ class Node:
         expected, size = self.side.expected(sent, layouts, round_, self.client)
         return _on(validate(decode(wire(size), size), expected), self.device)
 
-    def _batches(self, turn: Turn) -> Batches:
+    def _batches(self, turn: Turn) -> Callable[[int], Batch]:
         """Return the minibatches of a turn: the simulator's draws on this node's own samples."""
         data, algorithm = self.data, self.side.algorithm
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
-        drawn = batch_indices(
-            turn.seed, turn.round, turn.clients[None], first, size, algorithm.draws, algorithm.batch_size
-        )
-        return lambda step: (data.x[drawn[0, step]], data.y[drawn[0, step]])
 
-    def _gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        leaf = theta.detach().requires_grad_()
-        loss = self.side.objective.value(leaf, *batch)
-        return torch.autograd.grad(loss, leaf)[0], loss.detach()
+        @cache
+        def drawn(draws: int) -> Tensor:
+            clients = turn.clients[None]
+            return batch_indices(turn.seed, turn.round, clients, first, size, draws, algorithm.batch_size)[0]
+
+        def batch(step: int) -> Batch:
+            index = drawn(algorithm.draws * (step // algorithm.draws + 1))[step]
+            return data.x[index], data.y[index]
+
+        return batch
 
     def _score(self, name: str, theta: Tensor) -> Metrics:
         """Return right answers and summed loss on the test samples."""

@@ -23,8 +23,8 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from tdpfed.algorithms.base import State
 from tdpfed.core.objective import Objective
+from tdpfed.core.state import State
 from tdpfed.errors import TDPFedError
 
 FORMAT = 2

@@ -111,7 +111,7 @@ class _Server:
     def __init__(self, task: Task, config: Config, flower: Flower, path: Path) -> None:
         torch.set_num_threads(1 if config.run.threads == "auto" else config.run.threads)
         Loggers.check(config)
-        side = Side.of(task, config, torch.device("cpu"))
+        side = Side.of(task, config, flower.nodes, torch.device("cpu"))
         self.config, self.path = config, path
         self.checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
         self.records: list[Record] = []

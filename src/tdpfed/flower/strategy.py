@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from tdpfed.algorithms.base import State, Turn
-from tdpfed.engine.checks import below_quorum
+from tdpfed.core.state import State, Turn, layouts_of, lengths_of
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
-from tdpfed.server.gate import Uplink, accepted
+from tdpfed.server.gate import check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.records import Ledger
-from tdpfed.server.robust import average_for
+from tdpfed.server.round import ServerRound
 from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
 
 RETRY = 3.0
@@ -80,7 +79,9 @@ class Strategy:
         config = side.config
         self.participation = Participation(**config.participation.model_dump())
         self.needed = max(1, self.participation.quorum)
-        self.uplink = Uplink(side.algorithm, flower.nodes, config.run.seed, config.wire.codec, rule_of(config), None)
+        asked = replace(self.participation, quorum=self.needed)
+        self.server_round = ServerRound(side.algorithm, config.run.seed, asked, rule_of(config))
+        check_gauge(side.algorithm, self.server_round.rule, None)
         self.refused: list[Rejected] = []  # in the round that is tried
         self._turned_away: set[int] = set()
         self._silent: dict[int, tuple[int, float]] = {}  # of nodes that did not answer: how often, when to ask again
@@ -174,7 +175,7 @@ class Strategy:
             replies, uploads, outcome = self._attempt(exchange, attempt, evaluate)
             self.refused += outcome.refused
             count = len(uploads) if self.side.algorithm.communicates else len(replies)
-            if count >= self.needed and self.uplink.rule.enough(count):
+            if self.server_round.enough(count):
                 self._aggregate(uploads)
                 self.round += 1
                 return replace(outcome, refused=self.refused)
@@ -182,8 +183,7 @@ class Strategy:
                 self.tell(f"round {self.round + 1}: client {client}: {reason}")
             if self.participation.below_quorum == "stop":
                 break
-        asked = replace(self.participation, quorum=self.needed)
-        raise below_quorum(self.round + 1, attempt + 1, count, asked, self.uplink.rule, self.refused)
+        raise self.server_round.below_quorum(self.round + 1, attempt + 1, count, self.refused)
 
     def _await(self, exchange: Exchange, attempt: int) -> None:
         """Wait where too few nodes are there for the round: nobody trains in vain. After a while try all the same."""
@@ -217,7 +217,7 @@ class Strategy:
             fields = {
                 "round": number, "settled": self.settled, "evaluate": evaluate, "report": client in reporting,
             }  # fmt: skip
-            wire = self._down(state, {name: self.side.algorithm.layouts[name] for name in state}, client, number)
+            wire = self._down(state, layouts_of(self.side.algorithm.down()), client, number)
             self.ledger.downlink += len(wire or b"")
             messages[client] = self._request("train", member.node, fields, wire)
         self.ledger.client_rounds += len(messages)
@@ -247,10 +247,8 @@ class Strategy:
         self.ledger.uploads += 1
         if answer.metadata.src_node_id != member.node:
             raise Rejected("client", f"from node {answer.metadata.src_node_id}", client=client)
-        sent = self.side.broadcast(self.server, number, client)
-        lengths = {name: sent[name].shape[-1] for name in algorithm.uploaded}
-        layouts: Layouts = {name: algorithm.layouts[name] for name in algorithm.uploaded}
-        codec, samples = self.uplink.codec, {client: member.samples}
+        lengths, layouts = lengths_of(algorithm.up()), layouts_of(algorithm.up())
+        codec, samples = self.side.config.wire.codec, {client: member.samples}
         limit = encoded_size(lengths, layouts, codec, kind="up", round_=number, client=client, samples=member.samples)
         limit += SLACK
         message = decode(envelope.wire_of(answer, limit, client), limit)
@@ -265,21 +263,17 @@ class Strategy:
         if not uploads:
             return []
         together, turn = self._together(uploads)
-        refused = self.uplink.refusals(together, self.server, turn)
-        for client, kept in zip(turn.clients.tolist(), accepted(turn, refused).tolist(), strict=True):
-            if not kept:
-                del uploads[client]
+        _, kept, refused = self.server_round.admitted(together, self.server, turn)
+        for client in set(uploads) - set(kept.clients.tolist()):
+            del uploads[client]
         return refused
 
     def _aggregate(self, uploads: dict[int, State]) -> None:
-        algorithm = self.side.algorithm
         if not uploads:
             return
         together, turn = self._together(uploads)
-        samples = torch.tensor([self.members[client].samples for client in turn.clients.tolist()]).double()
-        weights = samples if algorithm.weights == "samples" else torch.ones_like(samples)
-        average = average_for(self.uplink.rule, algorithm.center(self.server))
-        self.server = algorithm.aggregate(self.server, together, weights, turn, average)
+        samples = torch.tensor([self.members[client].samples for client in turn.clients.tolist()])
+        self.server = self.server_round.aggregate(self.server, together, samples, turn)
 
     def _together(self, uploads: Mapping[int, State]) -> tuple[State, Turn]:
         """Return uploads with a client axis, in the order of the clients and not in that of their arrival."""

@@ -14,7 +14,7 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
+from tdpfed.core.state import State
 from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store

@@ -1,7 +1,7 @@
-"""What happens to uploads on their way to the average: hostile clients, the codec's rounding, and the gate.
+"""The gate between uploads and their average.
 
-The gate refuses an upload that is not finite or whose factors lie too far from the broadcast ones (the CP gauge:
-factors of an unchanged tensor can wreck an average). A refused upload is named and left out; the round goes on.
+It refuses an upload that is not finite or whose factors lie too far from the broadcast ones (the CP gauge: factors of
+an unchanged tensor can wreck an average). A refused upload is named and left out; the round continues.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,12 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm, State, Turn
-from tdpfed.algorithms.tdpfed import TDPFed
-from tdpfed.cp.plan import FactorPlan
+from tdpfed.algorithms.base import Algorithm
+from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine import attacks
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.server.robust import Rule, within_gauge
-from tdpfed.wire import Codec, Rejected, lossy, screen
+from tdpfed.wire import Rejected, screen
 
 
 @dataclass(frozen=True)
@@ -36,57 +35,31 @@ class Attack:
             raise TDPFedError(f"robust.attack_strength: {self.strength} given, must be above 0")
 
 
-@dataclass(frozen=True)
-class Uplink:
-    """The way from the clients of one federation to the server."""
+def refusals(
+    algorithm: Algorithm, rule: Rule, uploads: State, server: State, turn: Turn, *, finite: bool = False
+) -> list[Rejected]:
+    """Return the gate's refusals of the turn's uploads ``(S, n)``, at most one for each client.
 
-    algorithm: Algorithm
-    clients: int
-    seed: int
-    codec: Codec
-    rule: Rule
-    attack: Attack | None
-
-    def __post_init__(self) -> None:
-        if self.codec not in get_args(Codec):
-            raise unknown("codec", self.codec, get_args(Codec))
-        if self.plan is None and (self.rule.gauge is not None or (self.attack and self.attack.kind == "gauge")):
-            raise TDPFedError(f"robust: the gauge is one of factors, {self.algorithm.name!r} sends none; use 'tdpfed'")
-
-    @property
-    def plan(self) -> FactorPlan | None:
-        """The plan of what travels as factors."""
-        return self.algorithm.plan if isinstance(self.algorithm, TDPFed) else None
-
-    def travel(self, uploads: State, server: State, turn: Turn) -> State:
-        """Return the uploads of the turn's clients as they arrive."""
-        if self.attack is not None:
-            hostile = attacks.attackers(self.seed, self.clients, self.attack.fraction).to(turn.clients.device)
-            uploads = attacks.attack(
-                self.attack.kind, uploads, self.algorithm.broadcast(server, turn), hostile[turn.clients], turn,
-                plan=self.plan, strength=self.attack.strength,
-            )  # fmt: skip
-        if self.codec == "float32":
-            return uploads
-        return lossy(uploads, self.algorithm.layouts, self.codec, self.seed, int(turn.round), turn.clients)
-
-    def refusals(self, uploads: State, server: State, turn: Turn, *, finite: bool = False) -> list[Rejected]:
-        """Return what the gate refuses of the turn's uploads, a refusal for each client.
-
-        ``finite``: that they are finite is known, and only the gauge is looked at.
-        """
-        refused = [] if finite else screen(uploads, self.algorithm.layouts, turn.clients)
-        plan, bound = self.plan, self.rule.gauge
-        if plan is not None and bound is not None:
-            inside, farthest = within_gauge(uploads["factors"], server["factors"], plan.factors, bound)
-            for row in (accepted(turn, refused) & ~inside.cpu()).nonzero().flatten().tolist():
-                tensor = f"factors/{plan.factors.names[int(farthest[row])]}"
-                reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
-                refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
-        return refused
+    ``finite``: the uploads are known to be finite, and only the gauge is checked.
+    """
+    refused = [] if finite else screen(uploads, layouts_of(algorithm.up()), turn.clients)
+    plan, bound = algorithm.plan, rule.gauge
+    if plan is not None and bound is not None:
+        inside, farthest = within_gauge(uploads["factors"], server["factors"], plan.factors, bound)
+        for row in (accepted(turn, refused) & ~inside.cpu()).nonzero().flatten().tolist():
+            tensor = f"factors/{plan.factors.names[int(farthest[row])]}"
+            reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
+            refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
+    return refused
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
     """Return the mask of the turn's clients that the gate let through."""
     out = {one.client for one in refused}
     return torch.tensor([client not in out for client in turn.clients.tolist()], dtype=torch.bool)
+
+
+def check_gauge(algorithm: Algorithm, rule: Rule, attack: Attack | None) -> None:
+    """Refuse a gauge, or an attack on one, where no factors travel."""
+    if algorithm.plan is None and (rule.gauge is not None or (attack is not None and attack.kind == "gauge")):
+        raise TDPFedError(f"robust: the gauge is one of CP factors, and {algorithm.name!r} sends none")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tdpfed.core.draws import Stream, key
 from tdpfed.errors import TDPFedError
-from tdpfed.server.robust import Average
+from tdpfed.server.robust import VectorAverage
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,20 @@ class Privacy:
         _check("privacy.epsilon", self.epsilon, self.epsilon is None or _positive(self.epsilon), "finite and above 0")
 
 
-def private_average(privacy: Privacy, center: Tensor, cohort: float, seed: int, round_: int) -> Average:
+def private_average(
+    privacy: Privacy,
+    center: Tensor,
+    cohort: float,
+    seed: int,
+    round_: int,
+    *,
+    place: int = 0,
+    clip: float | None = None,
+) -> VectorAverage:
     """Return the average ``center + (clipped sum + noise) / cohort``; for one call a round, also if nobody takes part.
+
+    ``place`` numbers the entries of an upload, each of which has noise of its own; ``clip`` is this entry's share of
+    ``privacy.clip``, all of it by default. The noise is the same for all entries, ``noise * privacy.clip``.
 
     ``cohort`` is how many clients a coordinate is expected from: sampling rate times clients, times the share of the
     coordinates each sends. It is fixed beforehand: how many came is itself a secret, and may not change the noise. The
@@ -47,9 +59,11 @@ def private_average(privacy: Privacy, center: Tensor, cohort: float, seed: int, 
     _check("cohort", cohort, _positive(cohort), "finite and above 0")
 
     def average(uploads: Tensor, weights: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(int(key(seed, Stream.NOISE, round_)))
+        counters = (round_, place) if place else (round_,)
+        generator = torch.Generator().manual_seed(int(key(seed, Stream.NOISE, *counters)))
         noise = torch.randn(center.shape, generator=generator, dtype=torch.float64).to(center.device)
-        total = clipped_sum(uploads, weights, center, privacy.clip) + privacy.noise * privacy.clip * noise
+        bound = privacy.clip if clip is None else clip
+        total = clipped_sum(uploads, weights, center, bound) + privacy.noise * privacy.clip * noise
         return (center.double() + total / cohort).to(uploads.dtype)
 
     return average

@@ -17,7 +17,9 @@ from torch import Tensor
 from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError, unknown
 
-Average = Callable[[Tensor, Tensor], Tensor]
+VectorAverage = Callable[[Tensor, Tensor], Tensor]
+"""From uploads ``(S, n)`` and weights to their average ``(n,)``."""
+
 RuleName = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum"]
 
 
@@ -52,9 +54,9 @@ class Rule:
         return True
 
 
-def average_for(rule: Rule, center: Tensor) -> Average:
+def average_for(rule: Rule, center: Tensor) -> VectorAverage:
     """Return the average that ``rule`` names; ``center`` ``(P,)`` is what a client that changed nothing would send."""
-    rules: dict[str, Callable[[], Average]] = {
+    rules: dict[str, Callable[[], VectorAverage]] = {
         "mean": lambda: weighted_mean,
         "median": lambda: median,
         "trimmed-mean": lambda: trimmed_mean(rule.fraction),
@@ -80,7 +82,7 @@ def median(uploads: Tensor, weights: Tensor) -> Tensor:
     return _inner_mean(uploads, sent.to(uploads.dtype), sent.sum(0))
 
 
-def trimmed_mean(fraction: float) -> Average:
+def trimmed_mean(fraction: float) -> VectorAverage:
     """Return the rule that leaves out the least and the greatest values of each coordinate and averages the rest.
 
     At each end ``fraction`` of the values goes, rounded up, so that as large a share of bad clients does no harm. Of a
@@ -106,12 +108,12 @@ def _cut(fraction: float, clients: int) -> int:
     return math.ceil(fraction * clients - 1e-9)
 
 
-def krum(byzantine: int) -> Average:
+def krum(byzantine: int) -> VectorAverage:
     """Return the rule that takes the one upload nearest to its neighbours, with up to ``byzantine`` bad clients."""
     return multi_krum(byzantine, 1)
 
 
-def multi_krum(byzantine: int, keep: int | None = None) -> Average:
+def multi_krum(byzantine: int, keep: int | None = None) -> VectorAverage:
     """Return the rule that averages the ``keep`` uploads nearest to their neighbours (None: all but ``byzantine``).
 
     An upload's score is the sum of its squared distances to the nearest K - byzantine - 2 others, each distance taken
@@ -136,7 +138,7 @@ def multi_krum(byzantine: int, keep: int | None = None) -> Average:
     return average
 
 
-def clipped(center: Tensor, bound: float | None, inner: Average) -> Average:
+def clipped(center: Tensor, bound: float | None, inner: VectorAverage) -> VectorAverage:
     """Return ``inner`` on updates shortened to ``bound``: ``x -> c + min(1, bound / ||x - c||) (x - c)``.
 
     Without a bound it is the median of the norms, which a minority of bad clients cannot raise above the honest ones'.

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
 from tdpfed.core.draws import Stream, key, mix
 from tdpfed.core.layout import Layout
+from tdpfed.core.state import State
 
 Codec = Literal["float32", "float16", "bfloat16", "int8"]
 Kind = Literal["down", "up"]

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
 from tdpfed.core.layout import Layout
+from tdpfed.core.state import State
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.wire.codecs import (
     DTYPES,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import State
+from tdpfed.core.state import State
 from tdpfed.wire.codecs import SCALE, Codec, Kind, Layouts, finite, first_not_finite, grow, place, tensors_of
 from tdpfed.wire.message import Message, form_hash
 from tdpfed.wire.rejected import Rejected, Rule

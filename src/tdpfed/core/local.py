@@ -1,0 +1,161 @@
+"""A client's own work in a round, in the words of the papers: the one door through which methods reach data and model.
+
+:class:`Local` is what a method sees; nothing it offers changes its arguments. There are two implementations with the
+same numbers up to rounding: ordinary PyTorch in :mod:`tdpfed.core.plain`, and the engine's fast one. With a leading
+client axis, ``(K, P)``, the same calls compute K clients at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tdpfed.core import optim
+from tdpfed.core.layout import Layout
+from tdpfed.core.state import State, Turn
+from tdpfed.errors import TDPFedError
+
+Batch = tuple[Tensor, Tensor]
+Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
+"""From parameters and a minibatch to gradient and loss."""
+
+KEPT = ("moment0", "moment1", "steps")
+"""Names under which a client keeps the state of a factor optimizer between rounds, as many of them as it has."""
+
+
+class Near(NamedTuple):
+    """The result of proximal steps: parameters, and the loss before the last step."""
+
+    theta: Tensor
+    loss: Tensor
+    low_rank: object = None  # what a fast implementation knows of theta - anchor, for the factors that follow
+
+
+class Plan(Protocol):
+    """What moving factors needs of a :class:`tdpfed.FactorPlan`."""
+
+    @property
+    def factors(self) -> Layout:
+        """Layout of the factor vector."""
+
+    @property
+    def modes(self) -> list[int]:
+        """The mode, from 0, that each entry of the factor layout belongs to."""
+
+    def compose(self, a: Tensor) -> Tensor:
+        """Map factors to parameters."""
+
+    def refine(self, a: Tensor, theta: Tensor, *, sweeps: int, damping: float) -> Tensor:
+        """Fit factors to parameters by least squares, from a warm start."""
+
+    def residual_grad(self, a: Tensor, theta: Tensor, scale: float) -> Tensor:
+        """Return the gradient of ``scale/2 ||theta - compose(a)||^2``."""
+
+
+@dataclass(frozen=True)
+class FactorRule:
+    """How factors are moved: the optimizer, its learning rate, and when its state starts afresh."""
+
+    optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"]
+    lr: float
+    restart: Literal["round", "local-round", "run"] = "round"
+    alternating: bool = False  # factors of one mode at a time instead of all at once
+    damping: float = 1.0  # als: how strongly factors are held near their previous value
+
+    def make(self) -> optim.Optimizer:
+        """Return the update rule; one that continues in the next round counts its steps."""
+        if self.optimizer == "adam":
+            return optim.adam(self.lr, counting=self.restart == "run")
+        return optim.BY_NAME[self.optimizer](self.lr)
+
+    def start(self, size: int, like: Tensor) -> State:
+        """Return what a client keeps of the optimizer before its first round: nothing unless it continues."""
+        if self.restart != "run":
+            return {}
+        return dict(zip(KEPT, self.make().init(like.new_zeros(size)), strict=False))
+
+
+class Factors(ABC):
+    """Factors on their way through a round. :meth:`towards` returns the next ones; use only the latest."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Tensor:
+        """The factors, ``(..., Q)``."""
+
+    @property
+    @abstractmethod
+    def composed(self) -> Tensor:
+        """The parameters ``(..., P)`` that the factors compose to."""
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """What a client keeps of the optimizer for its next round."""
+
+    @abstractmethod
+    def towards(self, near: Near, lam: float, steps: int) -> "Factors":
+        """Take ``steps`` optimizer steps on ``lam/2 ||theta - [[A]]||^2`` with theta fixed; ALS takes one sweep."""
+
+
+class Local(ABC):
+    """A client's minibatches, gradients and steps in one round."""
+
+    def __init__(self, turn: Turn, tau: int) -> None:
+        self.turn, self.tau = turn, tau
+
+    @abstractmethod
+    def batch(self, t: int) -> Batch:
+        """Return minibatch ``t`` of this round, from 0: inputs ``(..., B, *input_shape)`` and targets ``(..., B)``."""
+
+    @abstractmethod
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the gradient ``(..., P)`` and the mean loss ``(...)`` of parameters on a minibatch."""
+
+    @abstractmethod
+    def descend(
+        self,
+        theta: Tensor,
+        *,
+        lr: float,
+        steps: int | None = None,
+        first: int = 0,
+        anchor: Tensor | None = None,
+        lam: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Take gradient steps, each on a minibatch of its own; return the parameters and the last loss.
+
+        ``tau`` steps unless ``steps`` is given, from minibatch ``first`` on. With an ``anchor`` the steps are on
+        ``f + lam/2 ||theta - anchor||^2``; the loss is that of ``f``.
+        """
+
+    @abstractmethod
+    def proximal(
+        self,
+        theta: Tensor,
+        batch: Batch,
+        *,
+        anchor: Tensor,
+        lam: float,
+        lr: float,
+        momentum: float = 0.0,
+        steps: int = 1,
+    ) -> Near:
+        """Take ``steps`` Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on the same minibatch."""
+
+    @abstractmethod
+    def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
+        """Begin to move factors ``(..., Q)``; an optimizer that continues takes its state from ``private``."""
+
+    def batches(self, count: int | None = None) -> Iterator[Batch]:
+        """Yield the first ``count`` minibatches of this round, ``tau`` by default."""
+        return (self.batch(t) for t in range(self.tau if count is None else count))
+
+    def _steps(self, first: int, steps: int | None) -> range:
+        """Return the minibatches that ``descend`` uses."""
+        count = self.tau if steps is None else steps
+        if first < 0 or count < 1:
+            raise TDPFedError(f"descend: first {first} and steps {count} given, must be at least 0 and 1")
+        return range(first, first + count)

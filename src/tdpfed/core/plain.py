@@ -1,0 +1,127 @@
+"""Local work as ordinary PyTorch: what the loop runner and a Flower node use, and what the fast one is tested against."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tdpfed.core import optim
+from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, Local, Near, Plan
+from tdpfed.core.state import State, Turn
+
+
+class PlainLocal(Local):
+    """Local work as ordinary PyTorch, one step after another."""
+
+    def __init__(self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: Gradient) -> None:
+        super().__init__(turn, tau)
+        self._batch, self._gradient = batch, gradient
+
+    def batch(self, t: int) -> Batch:
+        """Return minibatch ``t``."""
+        return self._batch(t)
+
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return gradient and loss."""
+        return self._gradient(theta, batch)
+
+    def descend(
+        self,
+        theta: Tensor,
+        *,
+        lr: float,
+        steps: int | None = None,
+        first: int = 0,
+        anchor: Tensor | None = None,
+        lam: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Take one gradient step per minibatch."""
+        for t in self._steps(first, steps):
+            g, loss = self.gradient(theta, self.batch(t))
+            if anchor is not None:
+                g = g + lam * (theta - anchor)
+            theta = theta - lr * g
+        return theta, loss
+
+    def proximal(
+        self,
+        theta: Tensor,
+        batch: Batch,
+        *,
+        anchor: Tensor,
+        lam: float,
+        lr: float,
+        momentum: float = 0.0,
+        steps: int = 1,
+    ) -> Near:
+        """Take Nesterov steps, plain gradient steps at momentum 0."""
+        velocity: Tensor | None = None
+        for _ in range(steps):
+            g, loss = self.gradient(theta, batch)
+            g = g + lam * (theta - anchor)
+            theta, velocity = (
+                (theta - lr * g, None) if momentum == 0 else optim.nesterov(theta, g, velocity, lr, momentum)
+            )
+        return Near(theta, loss)
+
+    def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
+        """Begin to move factors."""
+        moments = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else None
+        return PlainFactors(plan, a, rule, moments)
+
+
+@dataclass(frozen=True)
+class PlainFactors(Factors):
+    """Factors moved one step after another by a textbook rule."""
+
+    plan: Plan
+    a: Tensor
+    rule: FactorRule
+    moments: optim.Moments | None
+    taken: int = 0  # steps since the moments began
+
+    @property
+    def value(self) -> Tensor:
+        """The factors."""
+        return self.a
+
+    @property
+    def composed(self) -> Tensor:
+        """The parameters that the factors compose to."""
+        return self.plan.compose(self.a)
+
+    @property
+    def state(self) -> State:
+        """What a client keeps of the optimizer."""
+        return dict(zip(KEPT, self.moments or (), strict=False)) if self.rule.restart == "run" else {}
+
+    def towards(self, near: Near, lam: float, steps: int) -> "PlainFactors":
+        """Take optimizer steps on ``lam/2 ||theta - [[A]]||^2``."""
+        if self.rule.optimizer == "als":
+            return replace(self, a=self.plan.refine(self.a, near.theta, sweeps=1, damping=self.rule.damping))
+        optimizer, a = self.rule.make(), self.a
+        fresh = self.moments is None or self.rule.restart == "local-round"
+        moments = optimizer.init(a) if fresh or self.moments is None else self.moments
+        taken = 0 if fresh else self.taken
+        for count in range(taken + 1, taken + steps + 1):
+            for turn in modes_in_turn(self.plan, a.device) if self.rule.alternating else (None,):
+                g = self.plan.residual_grad(a, near.theta, lam)
+                moved, new = optimizer.step(a, g, moments, count)
+                a, moments = (moved, new) if turn is None else select(turn, (moved, new), (a, moments))
+        return replace(self, a=a, moments=moments, taken=taken + steps)
+
+
+def modes_in_turn(plan: Plan, device: torch.device) -> list[Tensor]:
+    """Return which factors move in each turn of an alternating pass, ``(Q,)`` each: mode n of every tensor."""
+    sizes = zip(plan.factors.sizes, plan.modes, strict=True)
+    mode = torch.cat([torch.full((size,), n) for size, n in sizes]).to(device)
+    return [mode == n for n in range(int(mode.max()) + 1)]
+
+
+def select(
+    mask: Tensor, new: tuple[Tensor, optim.Moments], old: tuple[Tensor, optim.Moments]
+) -> tuple[Tensor, optim.Moments]:
+    """Return the new point and moments where the mask says so, the old ones elsewhere."""
+    moments = tuple(torch.where(mask, n, o) for n, o in zip(new[1], old[1], strict=True))
+    return torch.where(mask, new[0], old[0]), moments

@@ -1,0 +1,120 @@
+"""Gradients and steps of many clients at once, recorded and replayed; what :mod:`tdpfed.fast.local` is made of.
+
+Clients are computed in one batch, except on a CPU with convolutions, where one after another is faster. Functions that
+end in an underscore may overwrite the parameters they are given.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from tdpfed.core import optim
+from tdpfed.core.local import Batch, Near
+from tdpfed.core.objective import Objective
+from tdpfed.fast.optim import after_gradient, aligned_copy, aligned_empty, is_aligned
+from tdpfed.fast.recorded_gradient import Replayed
+
+
+class RecordedGradient:
+    """The gradient of an objective, with or without a leading client axis."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._one_by_one = objective.one_by_one
+        self._one = Replayed(grad_and_value(objective.value))
+        self._many = Replayed(vmap(grad_and_value(objective.value)))
+
+    def __call__(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return gradient ``(..., P)`` and loss ``(...)``."""
+        if theta.ndim == 1:
+            return self._one(theta, *batch)
+        if self._one_by_one(theta):
+            gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
+            return torch.stack(gradients), torch.stack(losses)
+        return self._many(theta, *batch)
+
+    def descend(
+        self,
+        theta: Tensor,
+        batches: Callable[[int], Batch],
+        steps: range,
+        lr: float,
+        anchor: Tensor | None = None,
+        lam: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Take steps ``theta + lr lam (anchor - theta) - lr g``, each on its own minibatch; all have one shape.
+
+        Return the parameters and the loss before the last step. On a CPU no gradient is ever written to memory.
+        """
+        pull = optim.within_float32(lr * lam)
+        if theta.ndim == 1 or theta.device.type != "cpu":
+            for t in steps:
+                g, loss = self(theta, batches(t))
+                theta = after_gradient(theta, g, anchor, pull, lr)
+            return theta, loss
+        own = aligned_copy(theta)
+        alone = self._one_by_one(own)
+        gradient, rows = (self._one, list(own)) if alone else (self._many, [own])
+        anchors = [None] * len(rows) if anchor is None else list(anchor) if alone else [anchor]
+
+        def minibatches(t: int) -> list[Batch]:
+            return list(zip(*batches(t), strict=True)) if alone else [batches(t)]
+
+        now = minibatches(steps[0])
+        movers = [
+            gradient.mover(row, *batch, near, pull, lr) for row, batch, near in zip(rows, now, anchors, strict=True)
+        ]
+        for t in steps[1:]:
+            for mover, batch in zip(movers, now, strict=True):
+                mover.move(*batch)
+            now = minibatches(t)
+        losses = [mover.move_and_report(*batch) for mover, batch in zip(movers, now, strict=True)]
+        return own, torch.stack(losses) if alone else losses[0]
+
+    def proximal(
+        self, theta: Tensor, batch: Batch, anchor: Tensor, lam: float, lr: float, momentum: float, steps: int
+    ) -> Near:
+        """Take Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on one minibatch."""
+        several = steps > 1 and theta.ndim == 2 and not self._one_by_one(theta)
+        if several and theta.device.type == "cpu":
+            # Rows as steps like them; they also say what kind of input this is.
+            theta = theta if is_aligned(theta) else aligned_copy(theta)
+        known = self._many.first_layer(theta, *batch) if several else None
+        if momentum == 0:
+            pull = optim.within_float32(lr * lam)
+            if known is not None:
+                return known.steps(theta, *batch, anchor, pull, lr, steps)
+            return Near(*self._plain_steps(theta, batch, anchor, pull, lr, steps))
+        if known is not None:
+            return known.steps_with_momentum(theta, *batch, anchor, lam, lr, momentum, steps)
+        velocity: Tensor | None = None
+        for _ in range(steps):
+            g, loss = self(theta, batch)
+            room = theta - anchor
+            g.add_(room, alpha=lam)
+            theta, velocity = optim.nesterov(theta, g, velocity, lr, momentum, out=room if velocity is None else None)
+        return Near(theta, loss)
+
+    def _plain_steps(
+        self, theta: Tensor, batch: Batch, anchor: Tensor, pull: float, lr: float, steps: int
+    ) -> tuple[Tensor, Tensor]:
+        if theta.ndim == 1:
+            for _ in range(steps):
+                g, loss = self(theta, batch)
+                theta = after_gradient(theta, g, anchor, pull, lr)
+            return theta, loss
+        if not self._one_by_one(theta):
+            own = aligned_copy(theta) if theta.device.type == "cpu" else theta
+            return self._many.steps_(own, *batch, anchor, pull, lr, steps)
+        own, losses = aligned_empty(theta), []
+        for place, row, x, y, near in zip(own, theta, *batch, anchor, strict=True):
+            moved, loss = self._one.steps_(place.copy_(row), x, y, near, pull, lr, steps)
+            losses.append(loss)
+            if moved is not place:
+                place.copy_(moved)
+        return own, torch.stack(losses)
+
+    def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
+        """Whether several steps on a minibatch like this one touch the first layer's weights once."""
+        return theta.ndim == 2 and not self._one_by_one(theta) and self._many.first_layer(theta, *batch) is not None

@@ -1,0 +1,65 @@
+"""Local work of many clients at once: the numbers of :mod:`tdpfed.core.plain`, up to rounding, in less time."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tdpfed.core.local import Batch, FactorRule, Factors, Local, Near, Plan
+from tdpfed.core.state import State, Turn
+from tdpfed.cp.plan import FactorPlan
+from tdpfed.fast.factors import FastFactors
+from tdpfed.fast.gradient import RecordedGradient
+
+
+class FastLocal(Local):
+    """Local work on recorded gradients; ``used`` collects which kinds of work a method asks for."""
+
+    def __init__(
+        self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: RecordedGradient, used: set[str]
+    ) -> None:
+        super().__init__(turn, tau)
+        self._batch, self._gradient, self._used = batch, gradient, used
+
+    def batch(self, t: int) -> Batch:
+        """Return minibatch ``t``."""
+        return self._batch(t)
+
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return gradient and loss."""
+        self._used.add("gradient")
+        return self._gradient(theta, batch)
+
+    def descend(
+        self,
+        theta: Tensor,
+        *,
+        lr: float,
+        steps: int | None = None,
+        first: int = 0,
+        anchor: Tensor | None = None,
+        lam: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Take one gradient step per minibatch."""
+        self._used.add("descend")
+        return self._gradient.descend(theta, self._batch, self._steps(first, steps), lr, anchor, lam)
+
+    def proximal(
+        self,
+        theta: Tensor,
+        batch: Batch,
+        *,
+        anchor: Tensor,
+        lam: float,
+        lr: float,
+        momentum: float = 0.0,
+        steps: int = 1,
+    ) -> Near:
+        """Take Nesterov steps, plain gradient steps at momentum 0."""
+        self._used.add("plain steps" if steps > 1 and momentum == 0 else "proximal")
+        return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps)
+
+    def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
+        """Begin to move factors."""
+        self._used.add("factors")
+        assert isinstance(plan, FactorPlan)
+        return FastFactors.start(plan, a, rule, private)

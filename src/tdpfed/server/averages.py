@@ -1,0 +1,62 @@
+"""What a method's ``aggregate`` is handed: the average of each uploaded entry, plain, robust or private.
+
+An entry is averaged at most once in a round. With privacy that is a matter of correctness: a second answer would be
+made with the same noise. Clients' updates of all entries together are then clipped to ``privacy.clip``.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch import Tensor
+
+from tdpfed.core.state import State
+from tdpfed.errors import TDPFedError, unknown
+from tdpfed.server.privacy import Privacy, private_average
+from tdpfed.server.robust import Rule, VectorAverage, average_for
+
+
+class Averages:
+    """The averages of one round, by entry."""
+
+    def __init__(self, uploads: State, weights: Tensor, average: Callable[[str], VectorAverage]) -> None:
+        self._uploads, self._weights, self._average = uploads, weights, average
+        self._asked: set[str] = set()
+
+    def __call__(
+        self, entry: str, through: Callable[[Tensor], Tensor] | None = None, sent: Tensor | None = None
+    ) -> Tensor:
+        """Return the average ``(n,)`` of an entry; see :class:`tdpfed.algorithms.base.Average`."""
+        if entry not in self._uploads:
+            raise unknown("average", entry, self._uploads)
+        if entry in self._asked:
+            raise TDPFedError(f"average: {entry!r} was asked for before in this round, must be asked for once")
+        self._asked.add(entry)
+        values = self._uploads[entry] if through is None else through(self._uploads[entry])
+        weights = self._weights if sent is None else self._weights[:, None] * sent
+        return self._average(entry)(values, weights)
+
+
+class HiddenUploads(dict[str, Tensor]):
+    """Stands in for the uploads where privacy lets a method see their averages alone."""
+
+    def __missing__(self, entry: str) -> NoReturn:
+        raise TDPFedError(f"uploads: {entry!r} was read, but with privacy a method may only ask for averages")
+
+
+def robust_averages(uploads: State, weights: Tensor, center: State, rule: Rule) -> Averages:
+    """Return averages by a robust rule; ``center`` has what a client that changed nothing adds, by entry."""
+    return Averages(uploads, weights, lambda entry: average_for(rule, center[entry]))
+
+
+def private_averages(
+    uploads: State, weights: Tensor, center: State, privacy: Privacy, cohort: float, seed: int, round_: int
+) -> Averages:
+    """Return private averages: every entry gets its share of the clip, and noise of its own."""
+    entries = list(center)
+    clip = privacy.clip / len(entries) ** 0.5
+
+    def average(entry: str) -> VectorAverage:
+        place = entries.index(entry)
+        return private_average(privacy, center[entry], cohort, seed, round_, place=place, clip=clip)
+
+    return Averages(uploads, weights, average)
