@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ def hyper(
     return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(hyper, field))
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """A method: what all have in common, and what each defines."""
+    """A method: what all have in common, and what each defines. Subclasses are frozen dataclasses by themselves."""
 
     name: ClassVar[str]
     communicates: ClassVar[bool] = True
@@ -66,6 +67,10 @@ class Algorithm(ABC):
     population: int = field(default=0, repr=False, metadata={"bound": True})
     """How many clients the federation has; 0 before the method is bound to one."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        dataclass(frozen=True, kw_only=True)(cls)
+
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for item in self.hyper_parameters():
@@ -74,7 +79,14 @@ class Algorithm(ABC):
     @classmethod
     def hyper_parameters(cls) -> list[Field[Any]]:
         """Return the fields a user sets."""
-        return [item for item in fields(cls) if "bound" not in item.metadata]
+        found = [item for item in fields(cls) if "bound" not in item.metadata]
+        for item in found:
+            if "doc" not in item.metadata:
+                raise TypeError(
+                    f"{cls.__name__}.{item.name}: declare it with hyper(default, meaning), and do not decorate the class "
+                    "as a dataclass: it is one"
+                )
+        return found
 
     def bind(self, layout: Layout, population: int) -> Self:
         """Return this method for models of ``layout`` in a federation of so many clients."""

@@ -3,9 +3,6 @@
 Its "personalized" model is the local one after training, also called FedAvg with fine-tuning: a strong baseline.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -14,11 +11,10 @@ from tdpfed.core.local import Local
 from tdpfed.core.state import State, Turn
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvg(Algorithm):
     """Federated averaging with local SGD."""
 
-    name: ClassVar[str] = "fedavg"
+    name = "fedavg"
 
     eta: float = hyper(0.05, "learning rate", above=0, most=1e38)
 

@@ -5,9 +5,7 @@ without their positions. A coordinate that a client does not receive keeps the c
 client sends keeps the server's.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 
@@ -18,12 +16,11 @@ from tdpfed.core.local import Local
 from tdpfed.core.state import Entries, State, Turn
 
 
-@dataclass(frozen=True, kw_only=True)
 class FedAvgSAR(FedAvg):
     """Federated averaging of randomly chosen coordinates."""
 
-    name: ClassVar[str] = "fedavg_sar"
-    shared_seed: ClassVar[bool] = True
+    name = "fedavg_sar"
+    shared_seed = True
 
     compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
 

@@ -1,8 +1,5 @@
 """Local training only: nothing travels. The baseline that says whether federation pays at all."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -12,12 +9,11 @@ from tdpfed.core.local import Local as LocalWork
 from tdpfed.core.state import Entries, State, Turn
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(FedAvg):
     """Each client trains its own model by SGD, alone."""
 
-    name: ClassVar[str] = "local"
-    communicates: ClassVar[bool] = False
+    name = "local"
+    communicates = False
 
     def down(self) -> Entries:
         """Nothing goes down."""

@@ -4,8 +4,7 @@ Each local step adapts on one minibatch, ``v = w - alpha g(w; D)``, and descends
 taken at v alone (first-order), or with its Hessian factor by a difference of gradients (Hessian-free).
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -15,11 +14,10 @@ from tdpfed.core.local import Local
 from tdpfed.core.state import State
 
 
-@dataclass(frozen=True, kw_only=True)
 class PerFedAvg(FedAvg):
     """Personalized FedAvg by meta-learning."""
 
-    name: ClassVar[str] = "perfedavg"
+    name = "perfedavg"
 
     alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38)
     variant: Literal["first-order", "hessian-free"] = hyper("first-order", "how the adaptation step is differentiated")

@@ -4,9 +4,6 @@ TDPFed without the factorization: in each local round ``s`` steps on theta with 
 the local model towards it, ``w <- w - eta lam (w - theta)``.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -16,11 +13,10 @@ from tdpfed.core.optim import towards
 from tdpfed.core.state import State, Turn
 
 
-@dataclass(frozen=True, kw_only=True)
 class PFedMe(Algorithm):
     """Personalized federated learning with Moreau envelopes."""
 
-    name: ClassVar[str] = "pfedme"
+    name = "pfedme"
 
     lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0)
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)

@@ -7,9 +7,8 @@ server averages the factors (AFM, eq. 19) or the composed tensors (ACT, eqs. 20 
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class TDPFed(Algorithm):
     """Tensor Decomposition based Personalized Federated Learning, with the paper's MNIST settings as defaults."""
 
-    name: ClassVar[str] = "tdpfed"
-    has_envelope: ClassVar[bool] = True
+    name = "tdpfed"
+    has_envelope = True
 
     compression: float = hyper(2.0, "compression rate the CP ranks are chosen for", above=0)
     ranks: Mapping[str, int] | None = hyper(None, "explicit ranks by parameter pattern, for example {'fc*.weight' = 8}")

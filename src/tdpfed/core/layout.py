@@ -4,6 +4,7 @@ The state of a model is one tensor ``(P,)``, that of K clients ``(K, P)``; a lay
 without a copy. It is made from names and shapes alone, and its hash tells whether two sides mean the same vector.
 """
 
+import fnmatch
 import hashlib
 import json
 import math
@@ -69,6 +70,48 @@ class Layout:
     def hash(self) -> str:
         """SHA-256 over names and shapes, as hex."""
         return hashlib.sha256(json.dumps([self.names, self.shapes]).encode()).hexdigest()
+
+    def matching(self, patterns: str | Sequence[str], field: str = "patterns") -> list[str]:
+        """Return the names that match shell-style patterns, in order; ``"last"`` stands for the last layer.
+
+        A pattern that matches nothing is an error that names ``field``.
+        """
+        found: set[str] = set()
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            owner = self.names[-1].rpartition(".")[0]
+            names = [
+                name
+                for name in self.names
+                if fnmatch.fnmatchcase(name, pattern) or (pattern == "last" and name.rpartition(".")[0] == owner)
+            ]
+            if not names:
+                raise TDPFedError(
+                    f"{field}: the pattern {pattern!r} matches no parameter; there are {', '.join(self.names)}"
+                )
+            found.update(names)
+        return [name for name in self.names if name in found]
+
+    def select(self, patterns: str | Sequence[str], field: str = "patterns") -> "Layout":
+        """Return the layout of the parameters that match, as a part of this one."""
+        shapes = dict(zip(self.names, self.shapes, strict=True))
+        return Layout.of({name: shapes[name] for name in self.matching(patterns, field)})
+
+    def without(self, patterns: str | Sequence[str], field: str = "patterns") -> "Layout":
+        """Return the layout of the parameters that do not match; at least one must remain."""
+        out = set(self.matching(patterns, field))
+        rest = {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if name not in out}
+        if not rest:
+            raise TDPFedError(f"{field}: {patterns!r} match every parameter, at least one must remain")
+        return Layout.of(rest)
+
+    def take(self, flat: Tensor, part: "Layout") -> Tensor:
+        """Return the values ``(..., part.size)`` of a part of ``flat`` ``(..., P)``."""
+        return torch.cat([flat[..., self.slices[name]] for name in part.names], dim=-1)
+
+    def merge(self, flat: Tensor, values: Tensor, part: "Layout") -> Tensor:
+        """Return ``flat`` ``(..., P)`` with the values ``(..., part.size)`` of a part put in its place."""
+        pieces = [values[..., part.slices[n]] if n in part.slices else flat[..., self.slices[n]] for n in self.names]
+        return torch.cat(pieces, dim=-1)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters of ``flat`` ``(..., P)`` as views ``(..., *shape)``, in order."""

@@ -6,7 +6,6 @@ gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorised local model (
 stays dense is its own only factor, and follows the same rules.
 """
 
-import fnmatch
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ class FactorPlan:
         explicit: dict[str, int] = {}
         for pattern, rank in (ranks or {}).items():
             cp.check_rank(rank, f"rank of {pattern!r}")
-            for name in _matching(layout, pattern, "ranks"):
+            for name in layout.matching(pattern, "ranks"):
                 shape = layout.shapes[layout.names.index(name)]
                 if rank > math.prod(shape):
                     raise TDPFedError(
@@ -78,8 +77,8 @@ class FactorPlan:
                         f"ranks: {pattern!r} matches {name!r}, which has fewer than two dimensions and stays dense"
                     )
                 explicit[name] = rank
-        included = {name for pattern in include for name in _matching(layout, pattern, "include")}
-        included -= {name for pattern in exclude for name in _matching(layout, pattern, "exclude")}
+        included = set(layout.matching(include, "include"))
+        included -= set(layout.matching(exclude, "exclude"))
 
         def rank_of(name: str, shape: tuple[int, ...]) -> int | None:
             if name in explicit:
@@ -179,10 +178,3 @@ def factor_name(parameter: str, mode: int) -> str:
     """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorised layer."""
     owner = re.sub(r"(^|\.)weight$", "", parameter)
     return f"{owner}.A{mode}" if owner else f"A{mode}"
-
-
-def _matching(layout: Layout, pattern: str, field: str) -> list[str]:
-    names = [name for name in layout.names if fnmatch.fnmatchcase(name, pattern)]
-    if not names:
-        raise TDPFedError(f"{field}: the pattern {pattern!r} matches no parameter; there are {', '.join(layout.names)}")
-    return names

@@ -21,6 +21,7 @@ from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.state import State, Turn, lengths_of
+from tdpfed.core.threads import ONE_THREAD_PARAMETERS
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
@@ -28,7 +29,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.fast.local import FastLocal
-from tdpfed.fast.threads import LITTLE, SMALL, Groups
+from tdpfed.fast.threads import QUIET_PARAMETERS, Groups
 from tdpfed.wire.codecs import finite
 
 RunnerName = Literal["batched", "loop"]
@@ -198,7 +199,7 @@ class Runner:
 
     def lanes(self, count: int) -> tuple[int, int]:
         """Return how many chunks of ``count`` clients a CPU computes at a time, and with how many threads in each."""
-        if count * self.objective.layout.size <= SMALL:
+        if count * self.objective.layout.size <= ONE_THREAD_PARAMETERS:
             return 1, 1
         threads = self.groups.threads
         if self.used == {"plain steps"} and self._skips_first_layer:
@@ -209,7 +210,7 @@ class Runner:
     def around_groups(self, count: int) -> AbstractContextManager[None]:
         """Return the context of what a round of ``count`` clients does beside computing them."""
         alone = self.kind == "loop" or self.federation.device.type != "cpu" or self.lanes(count)[0] == 1
-        if alone or count * self.objective.layout.size > LITTLE:
+        if alone or count * self.objective.layout.size > QUIET_PARAMETERS:
             return nullcontext()
         return self.groups.using(1)
 

@@ -18,11 +18,8 @@ import torch
 
 Result = TypeVar("Result")
 
-SMALL = 500_000
-"""Parameters of a round's clients up to which one thread computes them all: a second would wait more than compute."""
-
-LITTLE = 16_000_000
-"""Parameters of a round's clients up to which one thread does what lies between the groups of one round and the next:
+QUIET_PARAMETERS = 16_000_000
+"""Parameters of a round's clients up to which one thread does the work between the groups of one round and the next:
 OpenMP's threads spin for milliseconds after each operator, on cores that the groups would need."""
 
 

@@ -20,8 +20,8 @@ from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.state import State, Turn, layouts_of
+from tdpfed.core.threads import threads_for
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.threads import SMALL
 from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
 from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
@@ -95,8 +95,7 @@ class Node:
         """The common start; and as many threads as the model can use."""
         made = Side.of(self.task, self.config, self.flower.nodes, self.device)
         threads = self.config.run.threads
-        if threads != "auto" or made.objective.layout.size <= SMALL:
-            torch.set_num_threads(1 if threads == "auto" else threads)
+        torch.set_num_threads(threads_for(made.objective.layout.size) if threads == "auto" else threads)
         return made
 
     @cached_property

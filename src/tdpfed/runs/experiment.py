@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from tdpfed.config.loading import Config, Data
+from tdpfed.core.threads import threads_for
 from tdpfed.data import make_federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.threads import SMALL
 from tdpfed.models import from_spec
 from tdpfed.server.gate import Attack
 from tdpfed.server.participation import Participation
@@ -88,5 +86,4 @@ def threads(config: Config, simulation: Simulation) -> int:
         return config.run.threads
     asked = config.participation
     clients = simulation.federation.clients if asked.train == "all" or asked.clients is None else asked.clients
-    values = clients * simulation.objective.layout.size
-    return torch.get_num_threads() if values > SMALL else 1
+    return threads_for(clients * simulation.objective.layout.size)
