@@ -12,7 +12,23 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:
-    from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+    from tdpfed.algorithms import (
+        Algorithm,
+        Average,
+        Entries,
+        FedAvg,
+        FedAvgSAR,
+        Local,
+        LocalWork,
+        PerFedAvg,
+        PFedMe,
+        State,
+        TDPFed,
+        Turn,
+        Update,
+        hyper,
+    )
+    from tdpfed.core.layout import Layout
     from tdpfed.cp.layers import densify, tensorize
     from tdpfed.cp.plan import FactorPlan
     from tdpfed.data import Federation, make_federation
@@ -23,18 +39,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Algorithm",
+    "Average",
+    "Entries",
     "FactorPlan",
     "FedAvg",
     "FedAvgSAR",
     "Federation",
+    "Layout",
     "Local",
+    "LocalWork",
     "PFedMe",
     "Participation",
     "PerFedAvg",
     "Result",
+    "State",
     "TDPFed",
     "TDPFedError",
+    "Turn",
+    "Update",
     "densify",
+    "hyper",
     "make_federation",
     "simulate",
     "tensorize",
@@ -42,7 +67,23 @@ __all__ = [
 
 if not TYPE_CHECKING:  # a type checker reads the imports above instead
     _NAMES = {
-        "tdpfed.algorithms": ("FedAvg", "FedAvgSAR", "Local", "PFedMe", "PerFedAvg", "TDPFed"),
+        "tdpfed.algorithms": (
+            "Algorithm",
+            "Average",
+            "Entries",
+            "FedAvg",
+            "FedAvgSAR",
+            "Local",
+            "LocalWork",
+            "PFedMe",
+            "PerFedAvg",
+            "State",
+            "TDPFed",
+            "Turn",
+            "Update",
+            "hyper",
+        ),
+        "tdpfed.core.layout": ("Layout",),
         "tdpfed.data": ("Federation", "make_federation"),
         "tdpfed.server.participation": ("Participation",),
         "tdpfed.engine.simulate": ("Result", "simulate"),

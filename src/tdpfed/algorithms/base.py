@@ -3,7 +3,7 @@
 State has three places: ``server``, ``private`` (what a client keeps and never sends) and the messages between them,
 each a dict of tensors. A function is written for one client, tensors ``(P,)``; with a leading client axis, ``(K, P)``,
 the same lines compute K clients at once. No function changes its arguments. Local work goes through
-:class:`~tdpfed.core.local.Local`, the server's averages through :class:`Average`.
+:class:`~tdpfed.core.local.LocalWork`, the server's averages through :class:`Average`.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core.layout import Layout
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError, unknown
@@ -45,7 +45,7 @@ def hyper(
     return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(hyper, field))
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
     """A method: what all have in common, and what each defines. Subclasses are frozen dataclasses by themselves."""
@@ -163,7 +163,7 @@ class Algorithm(ABC):
         return {"theta": theta}
 
     @abstractmethod
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Compute a client's round: the new private state, the upload, and metrics (``loss`` at least)."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import State, Turn
 
 
@@ -23,7 +23,7 @@ class FedAvg(Algorithm):
         del generator
         return {"w": theta}
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Take ``tau`` SGD steps from the global model."""
         del private
         theta, loss = local.descend(message["w"], lr=self.eta)

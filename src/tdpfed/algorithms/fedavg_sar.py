@@ -12,7 +12,7 @@ import torch
 from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.core.draws import Subsets
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 
 
@@ -41,7 +41,7 @@ class FedAvgSAR(FedAvg):
         """Send each client the values of its subset."""
         return {"values": server["w"][self.subsets.of(turn)]}
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Overwrite the subset with the server's values, train, report the same subset."""
         chosen = self.subsets.of(local.turn)
         theta, loss = local.descend(private["theta"].scatter(-1, chosen, message["values"]), lr=self.eta)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Average, Update
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.core.local import Local as LocalWork
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 
 

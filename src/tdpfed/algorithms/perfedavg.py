@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import State
 
 
@@ -28,7 +28,7 @@ class PerFedAvg(FedAvg):
         """One minibatch per step to descend on, one to adapt on, one for the Hessian; one more to adapt at the end."""
         return 3 * self.tau + 1
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Take ``tau`` meta steps; the personalized model is the result after one adaptation step."""
         del private
         w = message["w"]
@@ -41,7 +41,7 @@ class PerFedAvg(FedAvg):
         theta = w - self.alpha * local.gradient(w, local.batch(3 * self.tau))[0]
         return {"theta": theta}, {"w": w}, {"loss": loss}
 
-    def _hessian_times(self, g: Tensor, w: Tensor, local: Local, t: int) -> Tensor:
+    def _hessian_times(self, g: Tensor, w: Tensor, local: LocalWork, t: int) -> Tensor:
         batch = local.batch(2 * self.tau + t)
         ahead, behind = (local.gradient(w + delta * g, batch)[0] for delta in (self.delta, -self.delta))
         return (ahead - behind) / (2 * self.delta)

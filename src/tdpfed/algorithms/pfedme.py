@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.optim import towards
 from tdpfed.core.state import State, Turn
 
@@ -31,7 +31,7 @@ class PFedMe(Algorithm):
         del generator
         return {"w": theta}
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Alternate steps on theta and on the local model."""
         del private
         theta = w = message["w"]

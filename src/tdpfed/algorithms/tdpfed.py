@@ -5,7 +5,6 @@ with one minibatch (eq. 14), then ``s_prime`` optimizer steps on the factors wit
 server averages the factors (AFM, eq. 19) or the composed tensors (ACT, eqs. 20 and 21).
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
-from tdpfed.core.local import FactorRule, Factors, Local, Near
+from tdpfed.core.local import FactorRule, Factors, LocalWork, Near
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
@@ -78,8 +77,7 @@ class TDPFed(Algorithm):
 
     def down(self) -> Entries:
         """AFM sends the factors, ACT the factors and the full tensor."""
-        full = {"theta": self.plan.dense} if self.aggregation == "act" else {}
-        return {"factors": self.plan.factors, **full}
+        return {"factors": self.plan.factors} | ({"theta": self.plan.dense} if self.aggregation == "act" else {})
 
     def up(self) -> Entries:
         """Clients send factors alone."""
@@ -95,15 +93,16 @@ class TDPFed(Algorithm):
         seen = {"seen": theta.new_zeros(1)} if self.keep_theta else {}
         return {"theta": theta, **seen, **self.rule.start(self.plan.factors.size, theta)}
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
-        near, a = deque(self.local_rounds(message, private, local), maxlen=1).pop()
+        for near, a in self.local_rounds(message, private, local):  # noqa: B007 - the last ones count
+            pass
         seen = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
         return {"theta": near.theta, **seen, **a.state}, {"factors": a.value}, {"loss": near.loss}
 
-    def local_rounds(self, message: State, private: State, local: Local) -> Iterator[tuple[Near, Factors]]:
+    def local_rounds(self, message: State, private: State, local: LocalWork) -> Iterator[tuple[Near, Factors]]:
         """Yield theta and the factors after each local round."""
-        theta, a = self._full(message), local.factors(self.plan, message["factors"], self.rule, private)
+        theta, a = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
         for batch in local.batches():
@@ -147,8 +146,5 @@ class TDPFed(Algorithm):
         return self.plan.compose(upload["factors"])
 
     def global_model(self, server: State) -> Tensor:
-        """Return the composed global model."""
-        return self._full(server)
-
-    def _full(self, state: State) -> Tensor:
-        return state["theta"] if self.aggregation == "act" else self.plan.compose(state["factors"])
+        """Return the composed global model, which ACT has as it is."""
+        return server["theta"] if self.aggregation == "act" else self.plan.compose(server["factors"])

@@ -1,6 +1,6 @@
 """A client's own work in a round, in the words of the papers: the one door through which methods reach data and model.
 
-:class:`Local` is what a method sees; nothing it offers changes its arguments. There are two implementations with the
+:class:`LocalWork` is what a method sees; nothing it offers changes its arguments. There are two implementations with the
 same numbers up to rounding: ordinary PyTorch in :mod:`tdpfed.core.plain`, and the engine's fast one. With a leading
 client axis, ``(K, P)``, the same calls compute K clients at once.
 """
@@ -100,7 +100,7 @@ class Factors(ABC):
         """Take ``steps`` optimizer steps on ``lam/2 ||theta - [[A]]||^2`` with theta fixed; ALS takes one sweep."""
 
 
-class Local(ABC):
+class LocalWork(ABC):
     """A client's minibatches, gradients and steps in one round."""
 
     def __init__(self, turn: Turn, tau: int) -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, Local, Near, Plan
+from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan
 from tdpfed.core.state import State, Turn
 
 
-class PlainLocal(Local):
+class PlainLocal(LocalWork):
     """Local work as ordinary PyTorch, one step after another."""
 
     def __init__(self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: Gradient) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.local import Factors, Local, Near
+from tdpfed.core.local import Factors, LocalWork, Near
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import Runner
@@ -47,7 +47,7 @@ class Enveloped(Protocol):
     def broadcast(self, server: State, turn: Turn) -> State:
         """Return what goes down."""
 
-    def local_rounds(self, message: State, private: State, local: Local) -> Iterator[tuple[Near, Factors]]:
+    def local_rounds(self, message: State, private: State, local: LocalWork) -> Iterator[tuple[Near, Factors]]:
         """Yield theta and the factors after each local round."""
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tdpfed.core.local import Batch, FactorRule, Factors, Local, Near, Plan
+from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.factors import FastFactors
 from tdpfed.fast.gradient import RecordedGradient
 
 
-class FastLocal(Local):
+class FastLocal(LocalWork):
     """Local work on recorded gradients; ``used`` collects which kinds of work a method asks for."""
 
     def __init__(
