@@ -1,9 +1,9 @@
-"""Methods side by side in Python: who is how accurate, at how many megabytes, over several seeds.
+"""Compare methods in Python: accuracy and uploaded megabytes over several seeds.
 
     python examples/compare_methods.py --rounds 30 --seeds 3
 
-The command line does the same with run folders that can be resumed, a table that says which differences the seeds do
-not separate, and a page of curves: ``tdpfed compare digits --algorithms tdpfed,pfedme,fedavg,local --seeds 3``.
+The command line does the same, with run folders that can be resumed, a table that marks differences within the spread
+over seeds, and a page of curves: ``tdpfed compare digits --algorithms tdpfed,pfedme,fedavg,local --seeds 3``.
 """
 
 import argparse
@@ -22,7 +22,7 @@ METHODS = (
 
 
 def spread(values: list[float | None]) -> str:
-    """Return mean and standard deviation in per cent; a dash where a method has no such model."""
+    """Return mean and standard deviation in percent, or a dash if the method has no such model."""
     known = [100 * value for value in values if value is not None]
     if not known:
         return "-"
@@ -30,7 +30,7 @@ def spread(values: list[float | None]) -> str:
 
 
 def main() -> None:
-    """Run every method with every seed, each on the same clients with the same start as its rivals."""
+    """Run every method with every seed; for each seed, all methods use the same clients and the same initial model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
@@ -44,7 +44,7 @@ def main() -> None:
             result = simulate(model, federation, method, options.rounds, seed=seed, evaluate_every=options.rounds)
             finals[method.name].append(result.final)
 
-    print(f"{'method':8} {'personalised %':>16} {'global %':>16} {'uploaded MB':>12}")
+    print(f"{'method':8} {'personalized %':>16} {'global %':>16} {'uploaded MB':>12}")
     for name, records in finals.items():
         personal = spread([record.personalized_accuracy for record in records])
         shared = spread([record.global_accuracy for record in records])

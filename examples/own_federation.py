@@ -1,7 +1,7 @@
-"""Your own model and data on Flower: a new app from the template, tried on this machine as real processes.
+"""Your own model and data on Flower: create an app from the template and run it on this machine as real processes.
 
-Needs the extra ``flower``. ``python examples/own_federation.py --out runs/wards --rounds 5`` makes three wards with a
-file of measurements each, writes an app whose ``task.py`` knows them, and runs it with TLS and node authentication.
+Needs the extra ``flower``. ``python examples/own_federation.py --out runs/wards --rounds 5`` writes a data file for
+each of three hospital wards and an app whose ``task.py`` reads it, and runs the app with TLS and node authentication.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, run_demo
 
 TASK = '''
-"""Whether a patient's eight measurements call for attention; every ward has a threshold of its own."""
+"""Predict from eight measurements whether a patient needs attention; every ward has its own threshold."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def load(node_config):
 
 
 def write_wards(folder: Path, wards: int) -> None:
-    """Write the data that would lie on each node."""
+    """Write the data that each node would have."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0)
     for ward in range(wards):
@@ -44,21 +44,21 @@ def write_wards(folder: Path, wards: int) -> None:
 
 
 def main() -> None:
-    """Make the data, the app and a federation."""
+    """Create the data and the app, then run a federation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="new folder for the federation")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     around = given.out.with_name(f"{given.out.name}-files")
     write_wards(around / "data", wards=3)
-    init_app(around / "wards")  # as `tdpfed flower init` does
+    init_app(around / "wards")  # like `tdpfed flower init`
     (around / "wards" / "wards" / "task.py").write_text(TASK, encoding="utf-8")
     demo = Demo(
         given.out, nodes=3, rounds=given.rounds, app=around / "wards",
         node_config=f"wards={(around / 'data').resolve()}", overrides=("algorithms.tdpfed.tau=10",),
     )  # fmt: skip
     summary = run_demo(demo, print, lambda line: print(f"round {line['round']}: {line['replies']} replies"))
-    print(f"personalised accuracy {summary['personalized_accuracy']:.3f}, global {summary['global_accuracy']:.3f}")
+    print(f"personalized accuracy {summary['personalized_accuracy']:.3f}, global {summary['global_accuracy']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Your own model on your own data: twelve machines, whose vibrations tell in which of three states each is.
+"""Your own model on your own data: predict the state of twelve machines from their vibrations.
 
     python examples/own_model_own_data.py --rounds 30
 
-Every machine hums at a speed of its own and a fault raises its pitch, so one model for all can only be a compromise.
+Every machine runs at its own speed, and a fault raises its pitch, so one model for all machines is a compromise.
 """
 
 import argparse
@@ -16,7 +16,7 @@ MACHINES, SAMPLES, LENGTH, STATES = 12, 32, 64, 3
 
 
 def vibrations(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return spectra ``(N, LENGTH // 2 + 1)``, the state of each and the machine that it came from."""
+    """Return spectra ``(N, LENGTH // 2 + 1)``, the state of each, and the machine it comes from."""
     generator = torch.Generator().manual_seed(seed)
     machine = torch.arange(MACHINES).repeat_interleave(SAMPLES)
     state = torch.randint(STATES, machine.shape, generator=generator)
@@ -29,7 +29,7 @@ def vibrations(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train three methods, and show what the clients' own models are worth, and the common one."""
+    """Train three methods; print the accuracy of the clients' own models and of the global one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
@@ -37,15 +37,15 @@ def main() -> None:
     x, y, machine = vibrations(seed=0)
     federation = Federation.from_tensors(x, y, machine, name="vibrations")  # holds out a quarter of each machine
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(x.shape[1], 64), nn.ReLU(), nn.Linear(64, STATES))  # any, but for BatchNorm
+    model = nn.Sequential(nn.Linear(x.shape[1], 64), nn.ReLU(), nn.Linear(64, STATES))  # any module without BatchNorm
 
-    # The last layer is small and decides: it stays dense.
+    # The last layer is small and separates the classes, so it stays dense.
     methods = (TDPFed(compression=2, exclude=("2.*",), lam=4.0, tau=10, eta=5e-3), FedAvg(tau=10), Local(tau=10))
     for method in methods:
         result = simulate(model, federation, method, rounds, evaluate_every=rounds)
         own, common = result.final.personalized_accuracy, result.final.global_accuracy
         print(
-            f"{method.name:7} personalised {'-' if own is None else f'{own:.1%}'}, "
+            f"{method.name:7} personalized {'-' if own is None else f'{own:.1%}'}, "
             f"global {'-' if common is None else f'{common:.1%}'}, {result.final.uplink_bytes / 1e6:.2f} MB uploaded"
         )
         if method is methods[0]:

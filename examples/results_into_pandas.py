@@ -1,4 +1,4 @@
-"""Results into pandas: run folders as one table, a row per run and evaluated round.
+"""Read run folders into one pandas table, with a row per run and evaluated round.
 
 tdpfed compare digits --algorithms tdpfed,fedavg,local --seeds 3
 python examples/results_into_pandas.py runs/compare-digits/*-seed*
@@ -12,7 +12,7 @@ import pandas as pd
 
 
 def read(run: Path) -> pd.DataFrame:
-    """Return the records of a run, with what tells it from others in front."""
+    """Return the records of a run; the first columns identify the run."""
     config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
     records = pd.read_json(run / "metrics.jsonl", lines=True)
     records.insert(0, "run", run.name)
@@ -22,7 +22,7 @@ def read(run: Path) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Print what a notebook would begin with."""
+    """Print a few summaries, as a notebook would."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--csv", type=Path, help="also write every record to this file")
@@ -35,11 +35,11 @@ def main() -> None:
     accuracies = ["personalized_accuracy", "global_accuracy"]
     print(last.groupby("algorithm")[accuracies].agg(["mean", "std"]).round(4).to_string(), end="\n\n")
 
-    print("Personalised accuracy by round, mean over seeds:")
+    print("Personalized accuracy by round, mean over seeds:")
     curves = records.pivot_table("personalized_accuracy", "round", "algorithm")
     print(curves.round(4).tail(5).to_string(), end="\n\n")
 
-    print("Clients, each with its own model after the last round:")
+    print("Accuracy of each client's own model after the last round:")
     clients = last.explode("client_accuracy").astype({"client_accuracy": float})
     print(clients.groupby("algorithm")["client_accuracy"].describe().round(4).to_string())
 

@@ -1,8 +1,8 @@
-"""A trained network made smaller: its layers as CP factors, fitted to its weights, then trained on for a little.
+"""Compress a trained network: replace its layers by CP factors fitted to its weights, then fine-tune briefly.
 
     python examples/tensorize_a_trained_network.py --epochs 15
 
-No federation here: ``tensorize`` is of use wherever a model must be stored, sent or run in less.
+There is no federation here: ``tensorize`` is useful wherever a model must be smaller to store, send or run.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from tdpfed import densify, tensorize
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:
-    """Train in place, as with any other model: factors are ordinary parameters."""
+    """Train the model in place, like any other model: factors are ordinary parameters."""
     optimizer = torch.optim.Adam(model.parameters(), rate)
     for _ in range(epochs):
         for batch in torch.randperm(len(x)).split(100):
@@ -25,13 +25,13 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> N
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return right answers in per cent."""
+    """Return the accuracy in percent."""
     with torch.no_grad():
         return 100 * float((model(x).argmax(1) == y).double().mean())
 
 
 def main() -> None:
-    """Train a dense network, and show size and accuracy of its tensorised copies."""
+    """Train a dense network; print size and accuracy of its tensorized copies."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=15)
     epochs = parser.parse_args().epochs
@@ -49,14 +49,14 @@ def main() -> None:
     print(f"dense: {sum(p.numel() for p in model.parameters()):,} parameters, {accuracy(model, test_x, test_y):.1f} %")
 
     for compression in (2, 4, 8):
-        # A copy; what was trained stays as it is. First and last layer are small, and a low rank would hurt them most.
+        # Returns a copy. The first and last layers are small, and a low rank would hurt them most: keep them dense.
         small = tensorize(model, compression, exclude=("0.*", "8.*"))
         fitted = accuracy(small, test_x, test_y)
         train(small, train_x, train_y, max(1, epochs // 5), 1e-3)
         size = sum(p.numel() for p in small.parameters())
         print(f"rate {compression}: {size:,} parameters, {fitted:.1f} %, tuned {accuracy(small, test_x, test_y):.1f} %")
 
-    dense = densify(small)  # back to ordinary layers, for tools that know no others
+    dense = densify(small)  # back to ordinary layers, for tools that need them
     print(f"dense again: largest difference {(dense(test_x) - small(test_x)).abs().max().item():.1e}")
 
 

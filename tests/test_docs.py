@@ -30,6 +30,7 @@ from tdpfed.models import MODELS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 KEYS = {name: {key.name: key.default for key in describe(name)} for name in ALGORITHMS}
 SECTIONS = {key.partition(".")[0] for key in KEYS["tdpfed"]}
 
@@ -83,9 +84,15 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{link}: no such heading"
 
 
-@pytest.mark.parametrize("page", names(PAGES))
+@pytest.mark.parametrize("page", names(EVERY_PAGE))
 def test_links_resolve(page: Path) -> None:
     assert not list(broken(page))
+
+
+@pytest.mark.parametrize("page", names(EVERY_PAGE))
+def test_files_of_the_repository_that_a_page_mentions_exist(page: Path) -> None:
+    named = re.findall(r"(?<![\w./-])(?:src|tests|docs|benchmarks|examples)/[\w./-]*\w", text_of(page))
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 def test_the_check_of_links_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +228,22 @@ def test_every_key_is_in_the_reference_with_its_default(algorithm: str) -> None:
         value = KEYS[algorithm][key]
         if key != "algorithm.name":
             assert (default == "not set") == (value is None), key
+
+
+def test_functions_of_the_paper_s_equations_exist() -> None:
+    part = text_of(DOCS / "paper.md").partition("\n## From equation to function\n")[2].partition("\n## ")[0]
+    cells = " ".join(row.split(" | ")[1] for row in part.splitlines() if row.startswith("| "))
+    named = [name for name in re.findall(r"`([\w.]+)`", cells) if name.partition(".")[0] not in SECTIONS - {"engine"}]
+    assert len(named) > 10
+    for name in named:
+        pkgutil.resolve_name(f"tdpfed.{name}")
+
+
+def test_every_package_is_in_the_table_of_contributing() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", text_of(ROOT / "CONTRIBUTING.md"), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", row)]
+    there = [path for path in (ROOT / "src/tdpfed").iterdir() if path.suffix in ("", ".py")]
+    assert sorted(listed) == sorted(path.stem for path in there if not path.name.startswith("_"))
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:

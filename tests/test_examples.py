@@ -38,7 +38,7 @@ def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
 
 def test_own_model_on_own_data_learns() -> None:
     text = run("own_model_own_data", "--rounds", "8")
-    found = re.findall(r"^(\w+) +personalised ([\d.]+)%, global (\S+), ([\d.]+) MB", text, re.MULTILINE)
+    found = re.findall(r"^(\w+) +personalized ([\d.]+)%, global (\S+), ([\d.]+) MB", text, re.MULTILINE)
     assert [name for name, *_ in found] == ["tdpfed", "fedavg", "local"]
     assert all(float(accuracy) > 60 for _, accuracy, _, _ in found)  # a third by chance
     sent = [float(megabytes) for *_, megabytes in found]

@@ -409,7 +409,7 @@ def test_an_own_model_and_own_data_run_from_the_template(work: Path, tmp_path: P
         check=False, timeout=PATIENCE, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "personalised accuracy" in done.stdout
+    assert "personalized accuracy" in done.stdout
     summary = json.loads((work / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["personalized_accuracy"] > 0.6
