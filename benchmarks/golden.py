@@ -67,9 +67,10 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="where tdpfed lies")
     parser.add_argument("--data-root", type=Path, default=None, help="where MNIST lies")
     parser.add_argument("--only", default="", help="runs whose names contain this")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     names = [name for name in RUNS if options.only in name]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         made = {name: pool.submit(_run, name, Path(folder), options) for name in names}
         for name in RESUMED:
             if name in names:
