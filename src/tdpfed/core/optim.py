@@ -7,12 +7,13 @@ default settings.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Moments = tuple[Tensor, ...]
+T = TypeVar("T", float, Tensor)
 
 
 class Optimizer(NamedTuple):
@@ -37,14 +38,15 @@ def gd(lr: float) -> Optimizer:
     return Optimizer(lambda _: (), lambda a, g, state, _: (torch.add(a, g, alpha=-lr), state))
 
 
-def nesterov(
-    theta: Tensor, g: Tensor, velocity: Tensor | None, lr: float, momentum: float, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def nesterov(theta: T, g: T, velocity: T | None, lr: float, momentum: float, out: Tensor | None = None) -> tuple[T, T]:
     """Return the point and the velocity after one step of gradient descent with Nesterov momentum.
 
-    Before the first step there is no velocity, and the gradient becomes it. ``g`` and the velocity may be overwritten;
-    ``out`` takes the point where it is given.
+    Before the first step there is no velocity, and the gradient becomes it. The tensors ``g`` and ``velocity`` may be
+    overwritten; ``out`` takes the point where it is given. Single numbers follow the same rule.
     """
+    if isinstance(theta, float):
+        velocity = g + momentum * (velocity or 0.0)
+        return theta - lr * (g + momentum * velocity), velocity
     if velocity is None:
         return torch.add(theta, g, alpha=-lr * (1 + momentum), out=out), g
     torch.add(g, velocity, alpha=momentum, out=velocity)

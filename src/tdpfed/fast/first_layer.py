@@ -84,22 +84,21 @@ class FirstLayer(NamedTuple):
         inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         start, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
-        others = list(zip(self._others(moved), self._others(w), strict=True))
-        z, share, slopes = start, torch.zeros((), dtype=torch.float64), torch.zeros_like(start)
-        speeds = [torch.zeros_like(part) for part in (share, slopes, *(part for part, _ in others))]
+        others, towards = self._others(moved), self._others(w)
+        z, share, share_speed, slopes = start, 0.0, 0.0, torch.zeros_like(start)
+        speeds = [torch.zeros_like(part) for part in (slopes, *others)]
         for step in range(count):
             loss, in_z, *gradients = self.gradient(moved, x, y, z)
-            pulls = [torch.sub(part, near).mul_(lam).add_(g) for (part, near), g in zip(others, gradients, strict=True)]
-            points = (share, slopes, *(part for part, _ in others))
-            for point, g, speed in zip(
-                points, (lam * (share - 1), in_z.add(slopes, alpha=lam), *pulls), speeds, strict=True
-            ):
-                nesterov(point, g, speed, lr, momentum, out=point)
+            pulls = [torch.sub(a, b).mul_(lam).add_(g) for a, b, g in zip(others, towards, gradients, strict=True)]
+            pulls.insert(0, torch.add(in_z, slopes, alpha=lam))
+            share, share_speed = nesterov(share, lam * (share - 1), share_speed, lr, momentum)
+            share = within_float32(share)
+            for part, g, speed in zip((slopes, *others), pulls, speeds, strict=True):
+                nesterov(part, g, speed, lr, momentum, out=part)
             if step < count - 1:
-                z = torch.lerp(start, aim, within_float32(float(share))).baddbmm_(gram, slopes)
-        share_now = within_float32(float(share))
-        torch.lerp(weights, anchor, share_now, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(1 - share_now, slopes, inputs))
+                z = torch.lerp(start, aim, share).baddbmm_(gram, slopes)
+        torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
+        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs))
 
     def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor) -> LowRankStep | None:
         lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps

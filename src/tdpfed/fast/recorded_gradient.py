@@ -63,8 +63,14 @@ class Replayed:
         self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor, pull: float, lr: float, count: int
     ) -> tuple[Tensor, Tensor]:
         """Take ``count`` such steps on one minibatch; return the parameters and the loss before the last step."""
+        step = self._steps.of(theta, x, y)
+        if isinstance(step, InPlace):
+            views = step.look(theta)
+            for _ in range(count - 1):
+                step.move_only(x, y, anchor, pull, lr, *views)
+            return theta, step.move(x, y, anchor, pull, lr, *views)
         for _ in range(count):
-            theta, loss = self.step_(theta, x, y, anchor, pull, lr)
+            theta, loss = step(theta, x, y, anchor, pull, lr)
         return theta, loss
 
     def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
