@@ -266,7 +266,7 @@ def test_results_that_cannot_be_written_are_told() -> None:
     Path("here/table.md").mkdir(parents=True)
     done = call("--algorithms", "local", "--seeds", "1", "--out", "here", *QUICK)
     assert isinstance(done.exception, TDPFedError)
-    assert "--out: cannot write 'here/table.md'" in str(done.exception)
+    assert "--out: cannot write to 'here/table.md'" in str(done.exception)
 
 
 def test_a_table_needs_no_plotting_package() -> None:

@@ -122,6 +122,7 @@ def test_device_name() -> None:
 
 def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "seeds.toml.part").write_text("")
     (tmp_path / "config.toml.part").write_text("[run]\n")
     with pytest.raises(TDPFedError, match="no run folder"):
         RunFolder.open(tmp_path)

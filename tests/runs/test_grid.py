@@ -244,7 +244,7 @@ def test_a_run_with_several_seeds_is_the_runs_of_each(tmp_path: Path) -> None:
     other = load_config("digits", [*TINY, "algorithm.name=fedavg", "run.seeds=3"])
     with pytest.raises(TDPFedError, match="holds another run"):
         grid.begin_seeds(other, folder)
-    (folder / grid.SEEDS).write_text("[run")
+    (folder / "seeds.toml").write_text("[run")
     with pytest.raises(TDPFedError, match=r"seeds.toml.* is damaged"):
         grid.seeds_in(folder)
     with pytest.raises(TDPFedError, match="--out"):

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 
 import tdpfed
 from tdpfed.config.loading import Config, parse_config, to_toml
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.files import write_errors
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, flat, read_settings
@@ -81,11 +82,9 @@ def run_server(task: Task, grid: Grid, run_config: Mapping[str, Any]) -> dict[st
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
     """Make the run folder, and be the only one that writes to it; the folder itself is the lock."""
-    try:
+    with write_errors("flower.out", path):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise TDPFedError(f"flower.out: cannot write to {str(path)!r} ({error.strerror})") from None
     try:
         end = time.monotonic() + ALONE
         while not _lock(descriptor):
@@ -249,8 +248,7 @@ class _Server:
         shipped = side.algorithm.global_model(strategy.server)
         if shipped is not None:
             tensors = {name: value.contiguous().clone() for name, value in side.objective.state_dict(shipped).items()}
-            save_file(tensors, self.path / f"{GLOBAL}.part")
-            (self.path / f"{GLOBAL}.part").replace(self.path / GLOBAL)
+            self.folder.write(GLOBAL, to_bytes(tensors))
         last = self.records[-1] if self.records else None
         best = [r.personalized_accuracy for r in self.records if r.personalized_accuracy is not None]
         layout = side.objective.layout

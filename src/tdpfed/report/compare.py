@@ -16,6 +16,7 @@ from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.keys import describe
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.files import write_file
 from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
 from tdpfed.report.group import Stat, rivals_of
@@ -107,7 +108,9 @@ def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -
         notes.append("one seed: no spread, so nothing says which differences are more than chance; give --seeds 3")
     if groups:
         texts = {"table.md": f"{tables.to_markdown(made)}\n{CAPTION}\n", "table.csv": tables.to_csv(made)}
-        files = {name: _written(folder / name, text) for name, text in texts.items()}
+        files = {name: folder / name for name in texts}
+        for name, text in texts.items():
+            write_file(files[name], text, field="--out")
         if importlib.util.find_spec("plotly") is None:
             notes.append("no report.html: it needs plotly, not installed; pip install 'tdpfed[report]'")
         else:
@@ -193,11 +196,3 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
         foreign = str(error).startswith("algorithm: unknown")
         hint = "; what a file says of one method alone belongs in its table [algorithms.NAME]" if foreign else ""
         raise TDPFedError(f"{error} (for {label}{hint})") from None
-
-
-def _written(path: Path, text: str) -> Path:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write {str(path)!r} ({error.strerror})") from None
-    return path

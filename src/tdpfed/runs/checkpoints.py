@@ -31,6 +31,7 @@ from tdpfed.algorithms.base import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError
+from tdpfed.files import part_of, sync_folder, write_part
 
 FORMAT = 2
 FILE_BYTES = 1 << 27
@@ -132,7 +133,7 @@ class Checkpoints:
         try:
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True)
-                _sync(self.folder.parent)
+                sync_folder(self.folder.parent)
             self._clean()
             self._saved = [*self._saved, self._write(snapshot)][-self.keep :]
             self._clean()
@@ -214,17 +215,13 @@ class Checkpoints:
         manifest = self._part(f"{serial:08}.json", _sealed(json.dumps(body).encode()))
         for names in ([], [file.name for file in (server, *new)], [manifest.name]):
             for name in names:
-                os.replace(self.folder / f"{name}.part", self.folder / name)
-            _sync(self.folder)
+                os.replace(part_of(self.folder / name), self.folder / name)
+            sync_folder(self.folder)
         return saved
 
     def _part(self, name: str, data: bytes) -> _File:
         """Write ``data`` under the temporary name, down to the disk."""
-        with (self.folder / f"{name}.part").open("wb", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(file.fileno(), rest) :]
-            os.fsync(file.fileno())
+        write_part(part_of(self.folder / name), data)
         return _File(name, len(data), hashlib.sha256(data).hexdigest())
 
     def _read(self, serial: int, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
@@ -271,7 +268,7 @@ class Checkpoints:
         # A manifest turns temporary before its files go, and goes last: at no instant does it look lost.
         for name in self._names():
             if name.endswith(".json") and name not in needed:
-                os.replace(self.folder / name, self.folder / f"{name}.part")
+                os.replace(self.folder / name, part_of(self.folder / name))
         for name in sorted(self._names().keys() - needed, key=lambda name: name.endswith(".json.part")):
             os.unlink(self.folder / name)
 
@@ -335,11 +332,3 @@ def _bytes(path: Path, size: int | None = None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise _DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

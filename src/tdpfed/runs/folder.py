@@ -8,8 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,12 +19,15 @@ import torch
 import tdpfed
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.files import part_of, write_errors, write_file
 from tdpfed.server.records import Record
 from tdpfed.wire import Rejected
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
+SEEDS = "seeds.toml"
+"""The configuration of a run with several seeds, in the folder that holds the run of each."""
 SUMMARY = "summary.json"
 DONE = ("finished", "privacy budget spent")
 """Ends that a run was meant to come to."""
@@ -44,10 +46,10 @@ class RunFolder:
     def create(cls, path: Path, config: str) -> "RunFolder":
         """Make the folder and write the resolved configuration."""
         cls.check(path)
-        with _named_errors(path):
+        with write_errors("--out", path):
             path.mkdir(parents=True, exist_ok=True)
             (path / METRICS).touch()
-            _replace(path / CONFIG, config)  # last: a folder with a configuration is a run
+            write_file(path / CONFIG, config, field="--out")  # last: a folder with a configuration is a run
         return cls(path)
 
     @classmethod
@@ -70,7 +72,7 @@ class RunFolder:
 
     def _rewind(self, name: str, round_: int, read: Callable[[dict[str, Any]], T]) -> list[T]:
         file, kept, found = self.path / name, "", []
-        with _named_errors(self.path):
+        with write_errors("--out", self.path):
             if not file.exists():
                 return []
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -83,13 +85,13 @@ class RunFolder:
                 except (ValueError, TypeError, KeyError):
                     if number < len(lines):  # the last may well have been cut off
                         self.warnings.append(f"{name}: line {number} of {str(self.path)!r} is damaged and left out")
-            _replace(file, kept)
+            write_file(file, kept, field="--out")
         return found
 
     @staticmethod
     def check(path: Path) -> None:
         """Refuse a path that holds anything; nothing is written."""
-        with _named_errors(path):
+        with write_errors("--out", path):
             if path.exists() and not path.is_dir():
                 raise TDPFedError(f"--out: {str(path)!r} is a file; give a new or empty folder")
             if path.exists() and any(not _left_over(entry) for entry in path.iterdir()):
@@ -107,7 +109,7 @@ class RunFolder:
             self._append(REFUSALS, lines)
 
     def _append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
-        with _named_errors(self.path), (self.path / name).open("a") as file:
+        with write_errors("--out", self.path), (self.path / name).open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
             os.fsync(file.fileno())  # a checkpoint of this round may follow, and must not outlive it
@@ -124,10 +126,9 @@ class RunFolder:
         """Write the summary, whole or not at all."""
         self.write(SUMMARY, json.dumps(summary, indent=2) + "\n")
 
-    def write(self, name: str, text: str) -> None:
-        """Write a file, whole or not at all."""
-        with _named_errors(self.path):
-            _replace(self.path / name, text)
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file atomically."""
+        write_file(self.path / name, content, field="--out")
 
 
 class NoFolder(RunFolder):
@@ -152,24 +153,8 @@ class NoFolder(RunFolder):
 
 def _left_over(entry: Path) -> bool:
     """Whether a file was left by a start that was killed before it became a run."""
-    return entry.name == f"{CONFIG}.part" or (entry.name == METRICS and entry.stat().st_size == 0)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write to {str(path)!r} ({error.strerror})") from None
+    temporary = [part_of(Path(name)).name for name in (CONFIG, SEEDS)]
+    return entry.name in temporary or (entry.name == METRICS and entry.stat().st_size == 0)
 
 
 def summarize(simulation: Simulation, records: Sequence[Record], *, model: str, status: str) -> dict[str, Any]:

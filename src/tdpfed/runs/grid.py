@@ -14,11 +14,9 @@ import torch
 
 from tdpfed.config.loading import Config, parse_config, to_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.files import write_errors, write_file
+from tdpfed.runs.folder import CONFIG, SEEDS, RunFolder
 from tdpfed.runs.session import Session, run_together
-
-SEEDS = "seeds.toml"
-"""The configuration of a run with several seeds, in the folder that holds the run of each."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def begin_seeds(config: Config, folder: Path) -> Path:
     elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
         raise TDPFedError(f"--out: {str(folder)!r} holds another run; give another folder with --out")
     _make(folder)
-    (folder / SEEDS).write_text(to_toml(config), encoding="utf-8")
+    write_file(folder / SEEDS, to_toml(config), field="--out")
     return folder
 
 
@@ -169,10 +167,8 @@ def _begun(path: Path) -> bool:
 
 
 def _make(folder: Path) -> None:
-    try:
+    with write_errors("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write to {str(folder)!r} ({error.strerror})") from None
 
 
 def _line(error: Exception) -> str:
