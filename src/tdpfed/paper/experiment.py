@@ -15,7 +15,7 @@ from tdpfed.paper.figures import draw
 from tdpfed.paper.paper import STUDIES, TITLES, Study
 from tdpfed.report.group import Group
 from tdpfed.report.read import SUMMARY, Run, read_runs
-from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.grid import Cell, CellResult
 
 Groups = dict[str, Group]
 
@@ -81,7 +81,7 @@ def overruled(study: Study, runs: Sequence[str], rounds: int | None, settings: S
 def write(
     study: Study,
     folder: Path,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CellResult],
     wanted: tuple[int, ...],
     figures: tuple[int, ...],
     settings: Sequence[str] = (),

@@ -21,7 +21,7 @@ from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
 from tdpfed.report.group import Stat, rivals_of
 from tdpfed.report.parse import Number
-from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.grid import Cell, CellResult
 
 CAPTION = (
     "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
@@ -93,7 +93,7 @@ def check_target(target: float | None) -> None:
         raise TDPFedError(f"--target: {target:g} given, must be above 0 and at most 1, as in 0.95")
 
 
-def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -> Comparison:
+def conclude(outcomes: Sequence[CellResult], folder: Path, target: Number = None) -> Comparison:
     """Read the finished runs of a grid; write ``table.md``, ``table.csv`` and, where plotly is, ``report.html``."""
     failed: dict[str, list[str]] = {}
     for outcome in outcomes:

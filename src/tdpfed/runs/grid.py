@@ -1,4 +1,4 @@
-"""Many runs side by side in one folder, a run folder each: what is finished stays, what fails stops no other.
+"""Many runs in one folder, each in a run folder of its own: finished runs are kept, one that fails stops no other.
 
 On a GPU runs that differ in their seed alone are computed together.
 """
@@ -28,8 +28,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a cell: where it is, whether it was there before, and what stopped it if anything did."""
+class CellResult:
+    """The result of a cell: its folder, whether it was finished before, and the error that stopped it, if any."""
 
     cell: Cell
     path: Path
@@ -77,8 +77,8 @@ def run_cells(
     *,
     on_start: Callable[[Sequence[Cell]], None],
     on_round: Callable[[Session], None],
-    on_end: Callable[[Outcome], None],
-) -> list[Outcome]:
+    on_end: Callable[[CellResult], None],
+) -> list[CellResult]:
     """Run the cells that are not finished; nothing is run where the folder holds another experiment.
 
     Cells that were stopped go on from their last checkpoint, and so do those that failed. Ctrl-C is passed on.
@@ -90,7 +90,7 @@ def run_cells(
         _check(paths[cell.name], cell.config)
     _make(folder)
     outcomes = {
-        cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
+        cell.name: CellResult(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
     }
     for outcome in outcomes.values():
         on_end(outcome)
@@ -109,7 +109,7 @@ def run_cells(
 
 def _run(
     cells: Sequence[Cell], paths: Sequence[Path], data_root: Path | None, show: Callable[[Session], None]
-) -> list[Outcome]:
+) -> list[CellResult]:
     sessions: list[Session] = []
     errors: Sequence[Exception | None]
     try:
@@ -123,7 +123,7 @@ def _run(
         errors = [error] * len(cells)
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [
-        Outcome(cell, path, error=None if error is None else _line(error), warnings=said)
+        CellResult(cell, path, error=None if error is None else _line(error), warnings=said)
         for cell, path, error, said in zip(cells, paths, errors, warnings, strict=True)
     ]
 
