@@ -25,7 +25,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.server.gate import Attack, Uplink, accepted
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy, private_average
-from tdpfed.server.records import Ledger, Record
+from tdpfed.server.records import Ledger, Record, due
 from tdpfed.server.robust import Rule, average_for
 from tdpfed.wire import Codec, Rejected
 from tdpfed.wire.meter import Meter, dense_bytes
@@ -120,7 +120,7 @@ class Simulation:
 
     def due(self, evaluate_every: int, last: bool) -> bool:
         """Whether the round that was just run is to be recorded: every so many, the last, and those diagnosed."""
-        return last or self.round % evaluate_every == 0 or self._diagnosed
+        return due(self.round, evaluate_every, last) or self._diagnosed
 
     def step(self, outcome: Outcome | None = None) -> None:
         """Run one communication round; it counts when it is done.
@@ -268,8 +268,7 @@ class Simulation:
     @property
     def compression_rate(self) -> float | None:
         """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
-        dense = dense_bytes(self.objective.layout)
-        return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
+        return self.ledger.compression_rate(dense_bytes(self.objective.layout))
 
     @property
     def train_loss(self) -> float | None:
@@ -341,6 +340,10 @@ class Simulation:
         self.ledger.uplink += up
         self.ledger.client_rounds += len(turn.clients)
         self.ledger.uploads += int(reported.sum())
+
+    def resume_from(self, round_: int, server: State, store: Store, ledger: Ledger) -> None:
+        """Continue from the state after a round; the tensors and the ledger become the simulation's own."""
+        self.round, self.server, self.store, self.ledger, self._trained = round_, server, store, ledger, None
 
 
 def _cut(state: State, rows: slice) -> State:

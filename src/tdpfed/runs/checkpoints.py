@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run on disk, so that a killed run goes on to the same bits.
+"""Checkpoints: the state of a run on disk, so that a killed run resumes and ends with the same bits.
 
 A checkpoint is a manifest, ``SERIAL.json``: round, meta, and size and SHA-256 sum of every file it needs and of itself.
 The server's state, and where clients start, is one safetensors file. The rows of the clients that have trained are a
@@ -43,7 +43,7 @@ Make = Callable[[State, int], Rows]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run needs to go on: the server's state, the clients' rows, and the rest as plain values for JSON."""
+    """What a run needs to resume: the server's state, the clients' rows, and the rest as plain values for JSON."""
 
     round: int
     server: State
@@ -58,9 +58,9 @@ def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
 
 
 def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
-    """Put a run into the state of ``snapshot``, or leave it as it is where that does not fit.
+    """Resume a run from ``snapshot``; one that does not fit is refused, and the run stays as it is.
 
-    Rows are copied, for two runs never share state; with ``take`` the snapshot's store becomes the run's own.
+    Rows are copied, so that two runs never share state; with ``take`` the snapshot's store becomes the run's own.
     """
     meta = snapshot.meta
     for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
@@ -77,15 +77,15 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
     except (KeyError, TypeError):
         raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
     # A copy: what torch allocates is aligned, on which the last bit may depend.
-    simulation.server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
+    server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
     if take and isinstance(snapshot.private, Store):
-        simulation.store = snapshot.private
+        store = snapshot.private
     else:
         start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
-        simulation.store = simulation.store.like(start, snapshot.private.clients)
+        store = simulation.store.like(start, snapshot.private.clients)
         for ids in _pieces(snapshot.private, snapshot.private.touched.nonzero().flatten()):
-            simulation.store.put(ids, snapshot.private.rows(ids))
-    simulation.round, simulation.ledger, simulation._trained = snapshot.round, ledger, None
+            store.put(ids, snapshot.private.rows(ids))
+    simulation.resume_from(snapshot.round, server, store, ledger)
 
 
 @dataclass(frozen=True)
