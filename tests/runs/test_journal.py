@@ -56,7 +56,7 @@ def test_each_round_writes_its_record_then_its_refusals_then_its_checkpoint(tmp_
             run.round,
             last=run.round == 5,
             record=record if run.round % 2 else None,
-            refused=[Rejected("finite", "no", client=run.round)],
+            refused=[Rejected("nan", "no", client=run.round)],
             save=lambda: seen("save"),
         )
     assert events == [
@@ -79,7 +79,7 @@ def test_a_record_that_cannot_be_written_is_not_kept_and_nothing_is_saved(tmp_pa
 def test_the_end_writes_the_summary_with_more_and_the_refusals_of_a_round_that_did_not_count(tmp_path: Path) -> None:
     written, run = journal(tmp_path), simulation(2)
     facts = facts_of(run, "mlp")
-    summary = written.end(facts, "failed", refused=[Rejected("finite", "no", client=1)], seconds=7.0, error="x")
+    summary = written.end(facts, "failed", refused=[Rejected("nan", "no", client=1)], seconds=7.0, error="x")
     assert summary == {**summarize(facts, [], "failed"), "seconds": 7.0, "error": "x"} == written.summary
     assert list(summary) == [*summarize(facts, [], "failed"), "error"]
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

@@ -1,7 +1,7 @@
-"""Methods side by side: a grid of algorithms, swept settings and seeds, and what it comes to as a table and a page.
+"""Methods side by side: a grid of algorithms, swept settings and seeds, and its results as a table and a page.
 
-The same call again finds the finished runs and goes on with the others. A setting that an algorithm does not have is
-left out for it, and that is said: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
+The same call again keeps the finished runs and resumes the others. A setting that an algorithm does not have is left
+out for it, with a note: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ Setting = tuple[str, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a grid came to: its finished runs as groups and as a table, the files, what failed, what is to be noted."""
+    """The results of a grid: its finished runs as groups and as a table, the files, what failed, and notes."""
 
     groups: Sequence[Group]
     target: Number  # None: of each data set what all its runs reached

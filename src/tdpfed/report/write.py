@@ -1,4 +1,4 @@
-"""A report onto disk: the page, whole or not at all; figures and tables beside it; and the page that follows a run."""
+"""A report on disk: the page, figures and tables beside it, and a page that follows a run in progress."""
 
 import re
 import time
