@@ -13,7 +13,7 @@ from common import ROOT, provenance, write
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.loading import load_config
 from tdpfed.runs.experiment import prepare, threads
-from tdpfed.runs.folder import summarize
+from tdpfed.runs.summary import facts_of, summarize
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         simulation = prepare(config, options.data_root)
         torch.set_num_threads(threads(config, simulation))
         records = list(simulation.run(config.run.rounds, config.run.evaluate_every))
-        row = summarize(simulation, records, model=config.model.name, status="finished")
+        row = summarize(facts_of(simulation, config.model.name), records, "finished")
         rows.append({**row, "hyper_parameters": config.algorithm})
         shown = [
             f"{100 * row[key]:.2f}" if row[key] is not None else "-"

@@ -27,7 +27,7 @@ from tdpfed.report.group import Group, Stat
 from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
 from tdpfed.runs.folder import CONFIG, RunFolder
-from tdpfed.runs.grid import Cell, Outcome, run_cells
+from tdpfed.runs.grid import Cell, CellResult, run_cells
 
 COLUMNS = {
     "personalized_accuracy": "personalised %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
@@ -164,7 +164,7 @@ def main() -> None:
     if not options.no_run:
         flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
 
-        def say(outcome: Outcome) -> None:
+        def say(outcome: CellResult) -> None:
             print(outcome.cell.name, outcome.error or ("there" if outcome.kept else "done"), flush=True)
             if outcome.error is None:
                 shutil.rmtree(outcome.path / "checkpoints", ignore_errors=True)  # a finished run needs none

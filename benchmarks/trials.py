@@ -19,7 +19,7 @@ from common import ROOT, provenance, write
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare, threads
-from tdpfed.runs.folder import summarize
+from tdpfed.runs.summary import facts_of, summarize
 from tdpfed.server.records import Record
 
 CURVE = ("round", "loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "uplink_bytes", "seconds")
@@ -74,7 +74,7 @@ def _run(cell: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
         records += simulation.run(config.run.rounds, config.run.evaluate_every)
     except TDPFedError as stopped:
         error = str(stopped)
-    summary = summarize(simulation, records, model=config.model.name, status="finished" if error is None else "failed")
+    summary = summarize(facts_of(simulation, config.model.name), records, "finished" if error is None else "failed")
     curve = [{key: record.as_dict()[key] for key in CURVE} for record in records]
     made = provenance(config.run.seed, simulation.federation.device)
     return {"error": error, "summary": summary, "curve": curve, "provenance": made}

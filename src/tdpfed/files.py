@@ -1,14 +1,115 @@
-"""Ctrl-C at a moment that suits."""
+"""Files and folders that are written completely or not at all, and a Ctrl-C that waits until they are.
 
+Content goes to a temporary name beside its target, down to the disk, and is then renamed: readers see the old file or
+the new one, also after a crash. Errors are reported as a :class:`TDPFedError` that names the option and the path.
+"""
+
+import os
+import secrets
+import shutil
 import signal
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+
+from tdpfed.errors import TDPFedError
+
+PART = ".part"
+"""The suffix of temporary names."""
+
+
+def write_file(path: Path, content: str | bytes, *, field: str, mode: int = 0o666, unique: bool = False) -> None:
+    """Write a file atomically; text is encoded as UTF-8. ``field`` is the option or key that an error message names.
+
+    ``mode`` are its permissions, less the umask. The temporary name is ``NAME.part``; with ``unique`` it has a random
+    part, for files that several processes may write at the same time.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PART}") if unique else part_of(path)
+    with write_errors(field, path):
+        part.unlink(missing_ok=True)  # left by a process that was killed
+        try:
+            write_part(part, content, mode=mode)
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def part_of(path: Path) -> Path:
+    """Return the temporary name under which a file is written."""
+    return path.with_name(path.name + PART)
+
+
+def write_part(part: Path, content: str | bytes, *, mode: int = 0o666, sync: bool = True) -> None:
+    """Create a file, which must not exist, and with ``sync`` wait until its content is on the disk."""
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        rest = memoryview(content.encode() if isinstance(content, str) else content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def write_errors(field: str, path: Path) -> Iterator[None]:
+    """Report errors of the operating system as a :class:`TDPFedError` that names the field and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise TDPFedError(f"{field}: cannot write to {str(path)!r} ({error.strerror or error})") from None
+
+
+def write_folder(
+    folder: Path, files: Mapping[str, bytes], *, field: str, mode: int = 0o777, private: str = ""
+) -> list[Path]:
+    """Write files into a new or empty folder and return them; only the owner can read names that end in ``private``.
+
+    They are written into a temporary folder beside it, which only the owner can read, and moved when all are complete.
+    """
+    folder = folder.expanduser()
+    beside: Path | None = None
+    try:
+        with write_errors(field, folder):
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise TDPFedError(
+                    f"{field}: {str(folder)!r} is already there and not empty; give a new or empty folder"
+                )
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.resolve().parent))
+            whole = beside / folder.name
+            whole.mkdir(mode)
+            for name, content in files.items():
+                place = whole / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_part(place, content, mode=0o600 if private and name.endswith(private) else 0o644, sync=False)
+            if folder.exists():  # it may be somebody's working directory: fill it, do not replace it
+                for entry in whole.iterdir():
+                    entry.rename(folder / entry.name)
+            else:
+                whole.rename(folder)
+    finally:
+        if beside is not None:
+            shutil.rmtree(beside, ignore_errors=True)
+    return [folder / name for name in files]
 
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Have a Ctrl-C that comes inside take effect at the end, so that what belongs together is done together."""
+    """Delay a Ctrl-C that arrives inside the block until its end, so that writes that belong together both happen."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield

@@ -287,10 +287,10 @@ def test_the_command_line_shows_the_summary(
 ) -> None:
     from fake import digits, simulated
 
-    from tdpfed.runs.folder import summarize
+    from tdpfed.runs.summary import facts_of, summarize
 
     simulation = simulated(digits("algorithm.name=fedavg"), 1)
-    made = {**summarize(simulation, [simulation.record(1.0)], model="dnn", status="finished"), "error": None}
+    made = {**summarize(facts_of(simulation, "dnn"), [simulation.record(1.0)], "finished"), "error": None}
     made |= {"rounds_per_minute": 6.0, "own_share": 0.04}
 
     def ran(demo: Demo, tell: Any, on_round: Any) -> dict[str, Any]:

@@ -354,7 +354,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(work: Path, victim: str) ->
         process.kill()
         process.wait()
         trial.finish(federation.submit(work / "app"))
-        assert "going on from round" in federation.processes.log("run")
+        assert "resuming from round" in federation.processes.log("run")
     trial.equals_simulation()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.config.loading import load_config, to_toml
-from tdpfed.runs.folder import RunFolder, worst_decile
-from tdpfed.server.records import Record
+from tdpfed.runs.folder import RunFolder
+from tdpfed.server.records import Record, worst_decile
 
 VERSIONS = {"tdpfed": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
 

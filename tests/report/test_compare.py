@@ -21,7 +21,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.report import table as tables
 from tdpfed.report.compare import CAPTION, cells_of
 from tdpfed.report.table import Cell, Table
-from tdpfed.runs.grid import Outcome
+from tdpfed.runs.grid import CellResult
 from tdpfed.runs.session import Session
 
 TINY = ("run.rounds=4", "run.evaluate_every=1", "data.clients=4", "data.max_samples=40", "data.per_client=5")
@@ -266,7 +266,7 @@ def test_results_that_cannot_be_written_are_told() -> None:
     Path("here/table.md").mkdir(parents=True)
     done = call("--algorithms", "local", "--seeds", "1", "--out", "here", *QUICK)
     assert isinstance(done.exception, TDPFedError)
-    assert "--out: cannot write 'here/table.md'" in str(done.exception)
+    assert "--out: cannot write to 'here/table.md'" in str(done.exception)
 
 
 def test_a_table_needs_no_plotting_package() -> None:
@@ -354,7 +354,7 @@ def test_one_display_for_all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_run_warns_of_is_said_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     (cell,), _ = cells_of("digits", "local", 1)
     with display.grid_progress([cell]) as show:
-        show.end(Outcome(cell, Path("x"), warnings=["checkpoint 3 is damaged [/bold]"]))
+        show.end(CellResult(cell, Path("x"), warnings=["checkpoint 3 is damaged [/bold]"]))
     said = ["warning: local-seed0: checkpoint 3 is damaged [/bold]", "1 of 1: local-seed0 finished"]
     assert capsys.readouterr().err.splitlines() == said
 

@@ -15,9 +15,11 @@ from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.folder import RunFolder, device_name, summarize, worst_decile
+from tdpfed.runs.folder import RunFolder
 from tdpfed.runs.session import Session
+from tdpfed.runs.summary import device_name, facts_of, summarize
 from tdpfed.server.gate import Attack
+from tdpfed.server.records import worst_decile
 
 KEYS = {
     "algorithm", "dataset", "model", "rounds", "seed", "clients", "personalized_accuracy", "global_accuracy",
@@ -29,7 +31,7 @@ KEYS = {
 def run(algorithm: Any = None, rounds: int = 3, **options: Any) -> tuple[Simulation, dict[str, Any], list[Any]]:
     simulation = Simulation(small.mlp(), small.federation(), algorithm or TDPFed(**small.TDPFED), **options)
     records = list(simulation.run(rounds)) if rounds else []
-    return simulation, summarize(simulation, records, model="mine", status="finished"), records
+    return simulation, summarize(facts_of(simulation, "mine"), records, "finished"), records
 
 
 def test_a_folder_from_beginning_to_end(tmp_path: Path) -> None:
@@ -122,6 +124,7 @@ def test_device_name() -> None:
 
 def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "seeds.toml.part").write_text("")
     (tmp_path / "config.toml.part").write_text("[run]\n")
     with pytest.raises(TDPFedError, match="no run folder"):
         RunFolder.open(tmp_path)
@@ -163,6 +166,6 @@ def test_hostile_clients_count_in_no_summary() -> None:
     simulation = small.train(Local(**small.COMMON), 3, attack=Attack("label-flip", 0.4))
     records = [simulation.record(0.0)]
     honest = [records[0].client_accuracy[k] for k in simulation.honest.nonzero().flatten().tolist()]
-    assert summarize(simulation, records, model="mlp", status="finished")["worst_decile_accuracy"] == min(
+    assert summarize(facts_of(simulation, "mlp"), records, "finished")["worst_decile_accuracy"] == min(
         accuracy for accuracy in honest if accuracy is not None
     )

@@ -13,7 +13,7 @@ from tdpfed.config.loading import Config, load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs import grid
-from tdpfed.runs.grid import Cell, Outcome, run_cells
+from tdpfed.runs.grid import Cell, CellResult, run_cells
 from tdpfed.runs.session import Session
 
 TINY = (
@@ -30,7 +30,7 @@ def seeds(count: int) -> list[Cell]:
     return [cell(f"fedavg-{seed}", f"run.seed={seed}") for seed in range(count)]
 
 
-def run(cells: Sequence[Cell], folder: Path, stop_at: tuple[str, int] | None = None) -> list[Outcome]:
+def run(cells: Sequence[Cell], folder: Path, stop_at: tuple[str, int] | None = None) -> list[CellResult]:
     def on_round(session: Session) -> None:
         if (session.folder.path.name, session.simulation.round) == stop_at:
             raise KeyboardInterrupt
@@ -244,7 +244,7 @@ def test_a_run_with_several_seeds_is_the_runs_of_each(tmp_path: Path) -> None:
     other = load_config("digits", [*TINY, "algorithm.name=fedavg", "run.seeds=3"])
     with pytest.raises(TDPFedError, match="holds another run"):
         grid.begin_seeds(other, folder)
-    (folder / grid.SEEDS).write_text("[run")
+    (folder / "seeds.toml").write_text("[run")
     with pytest.raises(TDPFedError, match=r"seeds.toml.* is damaged"):
         grid.seeds_in(folder)
     with pytest.raises(TDPFedError, match="--out"):

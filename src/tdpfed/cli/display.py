@@ -13,7 +13,7 @@ from rich.table import Table
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.simulation import Simulation
 from tdpfed.report import table as tables
-from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.grid import Cell, CellResult
 from tdpfed.runs.session import Session
 from tdpfed.server.records import Record
 
@@ -81,7 +81,7 @@ class GridProgress:
         self.bar.update(self.now, advance=step, state=f"accuracy {percent(accuracy)}")
         self.bar.update(self.all, advance=step)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: CellResult) -> None:
         """Show what became of a run."""
         rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
         self.ended += 1

@@ -28,7 +28,7 @@ from tdpfed.errors import TDPFedError
 from tdpfed.server.gate import Attack, check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
-from tdpfed.server.records import Ledger, Record
+from tdpfed.server.records import Ledger, Record, due
 from tdpfed.server.robust import Rule
 from tdpfed.server.round import ServerRound, initial_state, only
 from tdpfed.wire import Codec, Rejected
@@ -121,7 +121,7 @@ class Simulation:
 
     def due(self, evaluate_every: int, last: bool) -> bool:
         """Whether the round that was just run is to be recorded: every so many, the last, and those diagnosed."""
-        return last or self.round % evaluate_every == 0 or self._diagnosed
+        return due(self.round, evaluate_every, last) or self._diagnosed
 
     def step(self, updates: Updates | None = None) -> None:
         """Run one communication round; it counts when it is done.
@@ -257,8 +257,7 @@ class Simulation:
     @property
     def compression_rate(self) -> float | None:
         """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
-        dense = dense_bytes(self.objective.layout)
-        return dense * self.ledger.uploads / self.ledger.uplink if self.ledger.uplink else None
+        return self.ledger.compression_rate(dense_bytes(self.objective.layout))
 
     @property
     def train_loss(self) -> float | None:
@@ -275,3 +274,7 @@ class Simulation:
     @cached_property
     def _everybody(self) -> Tensor:
         return torch.arange(self.federation.clients, device=self.federation.device)
+
+    def resume_from(self, round_: int, server: State, store: Store, ledger: Ledger) -> None:
+        """Continue from the state after a round; the tensors and the ledger become the simulation's own."""
+        self.round, self.server, self.store, self.ledger, self._trained = round_, server, store, ledger, None

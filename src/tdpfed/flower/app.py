@@ -12,7 +12,7 @@ from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.loading import Checkpoint, Participation, Robust, Run, Wire, toml_value
 from tdpfed.config.sections import Section
 from tdpfed.errors import TDPFedError
-from tdpfed.flower.files import write_folder
+from tdpfed.files import write_folder
 from tdpfed.flower.settings import REFUSED, Flower
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
@@ -43,7 +43,7 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
         text = (source / f"{name}.in").read_text(encoding="utf-8")
         place = f"{package}/{name}" if name.endswith(".py") else name
         files[place] = re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text)
-    return write_folder(folder, {place: text.encode() for place, text in files.items()})
+    return write_folder(folder, {place: text.encode() for place, text in files.items()}, field="DIR")
 
 
 def _check_package(name: str, package: str) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from tdpfed.config.loading import Config, load_config, toml_value
 from tdpfed.data import make_federation
 from tdpfed.errors import TDPFedError
+from tdpfed.files import write_errors
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
@@ -99,10 +100,8 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
     RunFolder.check(demo.work)
     _check_overrides(demo)
     told = [node_settings(demo, number) for number in range(demo.nodes)]
-    try:
+    with write_errors("--out", demo.work):
         app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write to {str(demo.work)!r} ({error.strerror})") from None
     with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure) as federation:
         if demo.insecure:
             tell("INSECURE: no TLS and no node authentication, as asked for")

@@ -18,6 +18,7 @@ from typing import Any
 
 from tdpfed.config.loading import toml_value
 from tdpfed.errors import TDPFedError
+from tdpfed.files import write_file
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
 
@@ -64,7 +65,7 @@ class LocalFederation:
         home.mkdir(parents=True, exist_ok=True)
         trust = "insecure = true" if self.insecure else f"root-certificates = {toml_value(str(self.keys / 'ca.pem'))}"
         text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{self.address}"\n{trust}\n'
-        (home / "config.toml").write_text(text, encoding="utf-8")
+        write_file(home / "config.toml", text, field="--out")
 
     def start_superlink(self) -> None:
         """Start the SuperLink, with its memory on disk, and wait until it answers."""

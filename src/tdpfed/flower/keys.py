@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tdpfed.errors import TDPFedError
-from tdpfed.flower.files import write_folder
+from tdpfed.files import write_folder
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -35,7 +35,7 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str] = (), days: int = 3
         files[f"node-{number}.pub"] = key.public_key().public_bytes(
             serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
         ) + b"\n"  # fmt: skip
-    return write_folder(folder, files, mode=0o700, private=".key")
+    return write_folder(folder, files, field="DIR", mode=0o700, private=".key")
 
 
 def _authority_and_server(names: list[x509.GeneralName], days: int) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from tdpfed.core.objective import Objective
 from tdpfed.core.state import State
 from tdpfed.errors import TDPFedError
+from tdpfed.files import PART, sync_folder, write_errors, write_file
 
 FORMAT = 2
 _NAME = re.compile(r"([0-9]{8,12})\.safetensors")
@@ -58,11 +58,9 @@ class PrivateStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Let nobody else read a state and write the next one meanwhile; the folder itself is the lock."""
-        try:
+        with write_errors("state-dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise TDPFedError(f"state-dir: cannot write to {str(self.folder)!r} ({error.strerror})") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -99,23 +97,15 @@ class PrivateStore:
         going = [n for n, header in old.items() if n < needed or n > round_ or not self._counts(header)]
         floors = [header["floor"] for header in old.values() if self._limit(header["session"])]
         floor = max([*floors, needed if any(number < needed for number in going) else 0])
-        try:
+        content = _header(round_, session, floor, payload) + b"\n" + payload
+        with write_errors("state-dir", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = self.folder / f"{round_:08}-{secrets.token_hex(8)}.part"
-            with part.open("wb") as file:
-                file.write(_header(round_, session, floor, payload) + b"\n" + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self._path(round_))
+            write_file(self._path(round_), content, field="state-dir", unique=True)
             for number in going:
                 self._path(number).unlink(missing_ok=True)
-            for left in self.folder.glob("*.part"):  # by a process that was killed: nobody else writes here now
+            for left in self.folder.glob(f"*{PART}"):  # by a process that was killed: nobody else writes here now
                 left.unlink(missing_ok=True)
-            descriptor = os.open(self.folder, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        except OSError as error:
-            raise TDPFedError(f"state-dir: cannot write to {str(self.folder)!r} ({error.strerror})") from None
+            sync_folder(self.folder)
 
     def _check_time(self, round_: int, session: int) -> None:
         """Refuse a round that this node has gone past."""

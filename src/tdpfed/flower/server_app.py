@@ -1,37 +1,38 @@
-"""The server half of an app: a run folder, a checkpoint to start from, rounds until the end."""
+"""The server half of an app: a run folder, a checkpoint to resume from, and rounds until the end."""
 
 import fcntl
 import json
 import logging
 import os
-import platform
 import secrets
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from safetensors.torch import save_file
+from safetensors.torch import save as to_bytes
 
-import tdpfed
 from tdpfed.config.loading import Config, parse_config, to_toml
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.files import write_errors
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, flat, read_settings
-from tdpfed.flower.strategy import Outcome, Strategy
+from tdpfed.flower.strategy import RoundResult, Strategy
 from tdpfed.flower.task import Task
-from tdpfed.runs.checkpoints import Checkpoints, Snapshot
-from tdpfed.runs.folder import CONFIG, RunFolder, device_name, source_commit, worst_decile
+from tdpfed.runs.checkpoints import Snapshot
+from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
-from tdpfed.server.records import Record
-from tdpfed.wire.meter import dense_bytes
+from tdpfed.runs.summary import Facts, device_name
+from tdpfed.server.records import Record, due
 
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
@@ -73,19 +74,17 @@ def run_server(task: Task, grid: Grid, run_config: Mapping[str, Any]) -> dict[st
         try:
             server.run(Exchange(grid))
         except BaseException as error:
-            server.end("failed" if isinstance(error, Exception) else "interrupted", str(error))
+            server.end(error)
             raise
-        return server.end("finished")
+        return server.end()
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
     """Make the run folder, and be the only one that writes to it; the folder itself is the lock."""
-    try:
+    with write_errors("flower.out", path):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise TDPFedError(f"flower.out: cannot write to {str(path)!r} ({error.strerror})") from None
     try:
         end = time.monotonic() + ALONE
         while not _lock(descriptor):
@@ -113,60 +112,61 @@ class _Server:
         Loggers.check(config)
         side = Side.of(task, config, flower.nodes, torch.device("cpu"))
         self.config, self.path = config, path
-        self.checkpoints = Checkpoints(self.path / "checkpoints", config.checkpoint.keep)
-        self.records: list[Record] = []
-        self.folder, run, starts = self._open(flower.nodes)
+        self.journal = Journal(config, self._open())
+        run, starts = self._known(flower.nodes)
         self.strategy = Strategy(side, flower, run, starts, lambda text: log.info("tdpfed: %s", text))
         self._resume()
-        self.loggers = Loggers(config, self.path)
-        self.began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
         known = {"run": run, "starts": self.strategy.starts, "nodes": flower.nodes, "folder": str(path.resolve())}
-        self.folder.write(SESSION, json.dumps(known) + "\n")
+        self.journal.folder.write(SESSION, json.dumps(known) + "\n")
 
-    def _open(self, nodes: int) -> tuple[RunFolder, str, list[int]]:
-        """Return the folder, new or of a run that was begun; the run's name on the nodes; and where it was started."""
-        text = to_toml(self.config)
+    def _open(self) -> RunFolder:
+        """Return the folder, a new one or that of a run with the same configuration."""
         if not (self.path / CONFIG).exists():
-            return RunFolder.create(self.path, text), secrets.token_hex(8), [0]
+            return RunFolder.create(self.path, to_toml(self.config))
         folder, before = RunFolder.open(self.path)
         try:
             _check_same(parse_config(tomllib.loads(before)), self.config, self.path)
         except tomllib.TOMLDecodeError as error:
             raise TDPFedError(f"flower.out: {str(self.path / CONFIG)!r} is damaged ({error})") from None
+        return folder
+
+    def _known(self, nodes: int) -> tuple[str, list[int]]:
+        """Return the name by which nodes know the run, and the rounds from which its sessions started."""
         session = str(self.path / SESSION)
         try:
             known = json.loads((self.path / SESSION).read_text(encoding="utf-8"))
             run, starts, had = str(known["run"]), [*map(int, known["starts"]), 0], int(known["nodes"])
         except FileNotFoundError:
-            if self.checkpoints.rounds():
-                raise TDPFedError(f"flower.out: {session!r} is gone, by which nodes know the run") from None
-            return folder, secrets.token_hex(8), [0]  # killed before anything had begun
+            if self.journal.checkpoints.rounds():
+                raise TDPFedError(f"flower.out: {session!r} is missing, by which nodes know the run") from None
+            return secrets.token_hex(8), [0]  # new, or killed before it began
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TDPFedError(f"flower.out: {session!r} is damaged ({error})") from None
         if had != nodes:
             raise TDPFedError(
                 f"flower.nodes: {nodes} given, must be {had} as in the run that flower.out {str(self.path)!r} holds"
             )
-        return folder, run, starts
+        return run, starts
 
     def _resume(self) -> None:
-        found = self.checkpoints.load()
+        checkpoints = self.journal.checkpoints
+        found = checkpoints.load()
         if found is not None:
             snapshot, warnings = found
             for name, mine in (("algorithm", self.config.algorithm["name"]), ("seed", self.config.run.seed)):
                 if snapshot.meta.get(name) != mine:
                     raise TDPFedError(f"checkpoint: {name} {snapshot.meta.get(name)!r} saved, must be {mine!r}")
             self.strategy.restore(snapshot.round, snapshot.server, snapshot.meta)
-            self.strategy.settled = min(self.checkpoints.rounds(), default=0)
+            self.strategy.settled = min(checkpoints.rounds(), default=0)
             for warning in warnings:
                 log.warning("tdpfed: %s", warning)
-            log.info("tdpfed: going on from round %d", snapshot.round)
+            log.info("tdpfed: resuming from round %d", snapshot.round)
         if self.strategy.round >= self.config.run.rounds:
             raise TDPFedError(
                 f"flower.out: the run in {str(self.path)!r} has its {self.strategy.round} rounds; "
                 "give another folder, or more run.rounds"
             )
-        self.records = self.folder.rewind(self.strategy.round, ROUNDS)
+        self.journal.rewind(self.strategy.round, ROUNDS)
 
     def run(self, exchange: Exchange) -> None:
         """Advance to the last round."""
@@ -175,31 +175,31 @@ class _Server:
         while strategy.round < last:
             began, waited = time.perf_counter(), exchange.waited
             number = strategy.round + 1
-            due = number == last or number % self.config.run.evaluate_every == 0
+            evaluated = due(number, self.config.run.evaluate_every, number == last)
             if not self.config.checkpoint.every:
                 strategy.settled = strategy.round  # there is nothing to fall back to
-            try:
-                outcome = strategy.step(exchange, due)
-            except QuorumError:
-                self.folder.refuse(number, strategy.refused)
-                raise
+            result = strategy.step(exchange, evaluated)
             seconds = time.perf_counter() - began
-            if due:
-                self._record(outcome, strategy.evaluate(exchange))
-            self.folder.refuse(strategy.round, outcome.refused)
-            every = self.config.checkpoint.every
-            if every and (strategy.round % every == 0 or strategy.round == last):
-                self._save()
+            self.journal.after_round(
+                number,
+                last=number == last,
+                record=partial(self._record, exchange, result) if evaluated else None,
+                refused=result.refused,
+                save=self._save,
+            )
             own = time.perf_counter() - began - (exchange.waited - waited)
-            self._note(outcome, seconds, time.perf_counter() - began, own)
+            self._note(result, seconds, time.perf_counter() - began, own)
 
     def _save(self) -> None:
         meta = {"algorithm": self.config.algorithm["name"], "seed": self.config.run.seed, **self.strategy.state()}
-        self.checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
-        self.strategy.settled = min(self.checkpoints.rounds(), default=0)
+        checkpoints = self.journal.checkpoints
+        checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
+        self.strategy.settled = min(checkpoints.rounds(), default=0)
 
-    def _record(self, outcome: Outcome, scores: dict[int, Metrics]) -> None:
-        strategy, losses = self.strategy, [m["loss"] for m in outcome.metrics.values() if "loss" in m]
+    def _record(self, exchange: Exchange, result: RoundResult) -> Record:
+        """Evaluate the models after the round that was just run."""
+        strategy, losses = self.strategy, [m["loss"] for m in result.metrics.values() if "loss" in m]
+        scores = strategy.evaluate(exchange)
 
         def share(found: Mapping[int, Metrics], key: str) -> float | None:
             having = [client for client in found if key in found[client]]
@@ -208,11 +208,11 @@ class _Server:
 
         tests = {client: member.tests for client, member in strategy.members.items()}
         right = {client: found.get("personalized_correct") for client, found in scores.items()}
-        record = Record(
+        return Record(
             round=strategy.round,
             loss=sum(losses) / len(losses) if losses else None,
             personalized_accuracy=share(scores, "personalized_correct"),
-            local_accuracy=share(outcome.metrics, "local_correct"),
+            local_accuracy=share(result.metrics, "local_correct"),
             global_accuracy=share(scores, "global_correct"),
             personalized_loss=share(scores, "personalized_loss"),
             global_loss=share(scores, "global_loss"),
@@ -222,70 +222,45 @@ class _Server:
             ],
             uplink_bytes=strategy.ledger.uplink,
             downlink_bytes=strategy.ledger.downlink,
-            participants=len(outcome.metrics),
-            seconds=time.perf_counter() - self.began,
+            participants=len(result.metrics),
+            seconds=self.journal.seconds,
             rejected=strategy.ledger.rejected,
         )
-        self.folder.append(record)
-        self.records.append(record)
-        self.loggers.record(record)
 
-    def _note(self, outcome: Outcome, train: float, whole: float, own: float) -> None:
+    def _note(self, result: RoundResult, train: float, whole: float, own: float) -> None:
         """Add a line on the round: who was lost and why, bytes, and where the time went."""
-        clients = [found["seconds"] for found in outcome.metrics.values() if "seconds" in found]
+        clients = [found["seconds"] for found in result.metrics.values() if "seconds" in found]
         line = {
-            "round": self.strategy.round, "replies": len(outcome.metrics), "uplink_bytes": outcome.uplink,
-            "lost": {str(client): reason for client, reason in outcome.lost.items()},
-            "refused": [str(one) for one in outcome.refused], "seconds": whole, "train_seconds": train,
+            "round": self.strategy.round, "replies": len(result.metrics), "uplink_bytes": result.uplink,
+            "lost": {str(client): reason for client, reason in result.lost.items()},
+            "refused": [str(one) for one in result.refused], "seconds": whole, "train_seconds": train,
             "server_seconds": own, "client_seconds": max(clients, default=None),
         }  # fmt: skip
         log.info("tdpfed: round %d of %d: %s", self.strategy.round, self.config.run.rounds, json.dumps(line))
-        with (self.path / ROUNDS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self.journal.folder.append_lines(ROUNDS, [line])
 
-    def end(self, status: str, error: str = "") -> dict[str, Any]:
-        """Write the global model and the summary."""
-        strategy, side, ledger = self.strategy, self.strategy.side, self.strategy.ledger
+    def end(self, error: BaseException | None = None) -> dict[str, Any]:
+        """Write the global model and the summary of a run that is complete, or that ``error`` has stopped."""
+        strategy, side = self.strategy, self.strategy.side
         shipped = side.algorithm.global_model(strategy.server)
         if shipped is not None:
             tensors = {name: value.contiguous().clone() for name, value in side.objective.state_dict(shipped).items()}
-            save_file(tensors, self.path / f"{GLOBAL}.part")
-            (self.path / f"{GLOBAL}.part").replace(self.path / GLOBAL)
-        last = self.records[-1] if self.records else None
-        best = [r.personalized_accuracy for r in self.records if r.personalized_accuracy is not None]
-        layout = side.objective.layout
-        dense = dense_bytes(layout)
-        summary = {
-            "status": status,
-            "algorithm": side.algorithm.name,
-            "dataset": self.config.data.name,
-            "model": self.config.model.name,
-            "rounds": strategy.round,
-            "seed": self.config.run.seed,
-            "clients": strategy.flower.nodes,
-            "parameters": layout.size,
-            "personalized_accuracy": last.personalized_accuracy if last else None,
-            "local_accuracy": last.local_accuracy if last else None,
-            "global_accuracy": last.global_accuracy if last else None,
-            "best_personalized_accuracy": max(best, default=None),
-            "worst_decile_accuracy": worst_decile(last.client_accuracy) if last else None,
-            "train_loss": last.loss if last else None,
-            "uplink_bytes": ledger.uplink,
-            "downlink_bytes": ledger.downlink,
-            "bytes_per_client_round": ledger.per_client_round,
-            "rejected_uploads": ledger.rejected,
-            "epsilon": None,
-            "delta": None,
-            "compression_rate": dense * ledger.uploads / ledger.uplink if ledger.uplink else None,
-            "seconds": time.perf_counter() - self.began,
-            "device": f"Flower server, {device_name(torch.device('cpu'))}",
-            "commit": source_commit(),
-            "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
-            "error": error or None,
-        }
-        self.folder.finish(summary)
-        self.loggers.end(summary)
-        return summary
+            self.journal.folder.write(GLOBAL, to_bytes(tensors))
+        facts = Facts(
+            algorithm=side.algorithm.name,
+            dataset=self.config.data.name,
+            model=self.config.model.name,
+            rounds=strategy.round,
+            seed=self.config.run.seed,
+            clients=strategy.flower.nodes,
+            layout=side.objective.layout,
+            ledger=strategy.ledger,
+            device=f"Flower server, {device_name(torch.device('cpu'))}",
+        )
+        status = "finished" if error is None else "failed" if isinstance(error, Exception) else "interrupted"
+        refused = strategy.refused if isinstance(error, QuorumError) else ()
+        reason = None if error is None else str(error) or None
+        return self.journal.end(facts, status, refused=refused, seconds=self.journal.seconds, error=reason)
 
 
 def _check_same(before: Config, now: Config, path: Path) -> None:

@@ -56,8 +56,8 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a round came to."""
+class RoundResult:
+    """The result of a round: replies, losses and refusals."""
 
     metrics: dict[int, Metrics]  # of each client that replied
     lost: dict[int, str]  # and why the others did not
@@ -164,7 +164,7 @@ class Strategy:
         self.members[client] = Member(node, samples, tests)
         self.tell(f"client {client} is node {node}, with {samples} samples")
 
-    def step(self, exchange: Exchange, evaluate: bool) -> Outcome:
+    def step(self, exchange: Exchange, evaluate: bool) -> RoundResult:
         """Run one round; it counts when enough uploads were accepted, and is repeated or stops the run otherwise."""
         self.refused = []
         uploads: dict[int, State] = {}
@@ -206,7 +206,7 @@ class Strategy:
 
     def _attempt(
         self, exchange: Exchange, attempt: int, evaluate: bool
-    ) -> tuple[dict[int, Metrics], dict[int, State], Outcome]:
+    ) -> tuple[dict[int, Metrics], dict[int, State], RoundResult]:
         """Try a round: return the metrics of those who replied, and the uploads that were accepted."""
         number = self.round + 1
         chosen, trained = self.participation.draw(self.side.config.run.seed, number, self.flower.nodes, attempt)
@@ -238,7 +238,7 @@ class Strategy:
                 refused.append(_of(client, refusal))
         refused += self._outside_gauge(uploads)
         self.ledger.rejected += len(refused)
-        return metrics, uploads, Outcome(metrics, lost, refused, self.ledger.uplink - before)
+        return metrics, uploads, RoundResult(metrics, lost, refused, self.ledger.uplink - before)
 
     def _accept(self, client: int, answer: Message, seen: Mapping[int, State]) -> State:
         """Return the upload in a reply, if the gate lets it through."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.files import write_file
 from tdpfed.paper import tables
 from tdpfed.paper.figures import draw
 from tdpfed.paper.paper import STUDIES, TITLES, Study
 from tdpfed.report.group import Group
 from tdpfed.report.read import SUMMARY, Run, read_runs
-from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.grid import Cell, CellResult
 
 Groups = dict[str, Group]
 
@@ -80,7 +81,7 @@ def overruled(study: Study, runs: Sequence[str], rounds: int | None, settings: S
 def write(
     study: Study,
     folder: Path,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CellResult],
     wanted: tuple[int, ...],
     figures: tuple[int, ...],
     settings: Sequence[str] = (),
@@ -96,16 +97,16 @@ def write(
     files = []
     for table in made:
         files.append(folder / f"table-{table.number}.csv")
-        files[-1].write_text(tables.to_csv(table), encoding="utf-8")
+        write_file(files[-1], tables.to_csv(table), field="--out")
     origin = {**provenance(groups), "settings": list(settings)}
     failed = [f"{outcome.cell.name}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
     images = draw(study, folder, figures, groups)
     files += [folder / "README.md", folder / "results.json", *images]
-    files[len(made)].write_text(tables.to_page(study, made, images, origin, failed), encoding="utf-8")
+    write_file(files[len(made)], tables.to_page(study, made, images, origin, failed), field="--out")
     rows = {table.number: [tables.as_dict(line) for line in table.lines] for table in made}
     asked = {"tables": wanted, "figures": figures}
     result = {"provenance": origin, "made": asked, "tables": rows, "failed": failed}
-    files[len(made) + 1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_file(files[len(made) + 1], json.dumps(result, indent=2) + "\n", field="--out")
     return files
 
 

@@ -1,7 +1,7 @@
-"""Methods side by side: a grid of algorithms, swept settings and seeds, and what it comes to as a table and a page.
+"""Methods side by side: a grid of algorithms, swept settings and seeds, and its results as a table and a page.
 
-The same call again finds the finished runs and goes on with the others. A setting that an algorithm does not have is
-left out for it, and that is said: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
+The same call again keeps the finished runs and resumes the others. A setting that an algorithm does not have is left
+out for it, with a note: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
 """
 
 import importlib.util
@@ -16,11 +16,12 @@ from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.keys import describe
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.files import write_file
 from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
 from tdpfed.report.group import Stat, rivals_of
 from tdpfed.report.parse import Number
-from tdpfed.runs.grid import Cell, Outcome
+from tdpfed.runs.grid import Cell, CellResult
 
 CAPTION = (
     "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
@@ -38,7 +39,7 @@ Setting = tuple[str, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a grid came to: its finished runs as groups and as a table, the files, what failed, what is to be noted."""
+    """The results of a grid: its finished runs as groups and as a table, the files, what failed, and notes."""
 
     groups: Sequence[Group]
     target: Number  # None: of each data set what all its runs reached
@@ -92,7 +93,7 @@ def check_target(target: float | None) -> None:
         raise TDPFedError(f"--target: {target:g} given, must be above 0 and at most 1, as in 0.95")
 
 
-def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -> Comparison:
+def conclude(outcomes: Sequence[CellResult], folder: Path, target: Number = None) -> Comparison:
     """Read the finished runs of a grid; write ``table.md``, ``table.csv`` and, where plotly is, ``report.html``."""
     failed: dict[str, list[str]] = {}
     for outcome in outcomes:
@@ -107,7 +108,9 @@ def conclude(outcomes: Sequence[Outcome], folder: Path, target: Number = None) -
         notes.append("one seed: no spread, so nothing says which differences are more than chance; give --seeds 3")
     if groups:
         texts = {"table.md": f"{tables.to_markdown(made)}\n{CAPTION}\n", "table.csv": tables.to_csv(made)}
-        files = {name: _written(folder / name, text) for name, text in texts.items()}
+        files = {name: folder / name for name in texts}
+        for name, text in texts.items():
+            write_file(files[name], text, field="--out")
         if importlib.util.find_spec("plotly") is None:
             notes.append("no report.html: it needs plotly, not installed; pip install 'tdpfed[report]'")
         else:
@@ -193,11 +196,3 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
         foreign = str(error).startswith("algorithm: unknown")
         hint = "; what a file says of one method alone belongs in its table [algorithms.NAME]" if foreign else ""
         raise TDPFedError(f"{error} (for {label}{hint})") from None
-
-
-def _written(path: Path, text: str) -> Path:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write {str(path)!r} ({error.strerror})") from None
-    return path

@@ -18,8 +18,9 @@ from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
-from tdpfed.runs.folder import CONFIG, DONE, METRICS, REFUSALS, worst_decile
+from tdpfed.runs.folder import CONFIG, DONE, METRICS, REFUSALS
 from tdpfed.runs.folder import SUMMARY as SUMMARY
+from tdpfed.server.records import worst_decile
 
 IN_PROGRESS, FINISHED = "in progress", "finished"
 

@@ -1,17 +1,15 @@
-"""A report onto disk: the page, whole or not at all; figures and tables beside it; and the page that follows a run."""
+"""A report on disk: the page, figures and tables beside it, and a page that follows a run in progress."""
 
-import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
+from tdpfed.files import write_errors, write_file
 from tdpfed.report import figures, table
 from tdpfed.report.group import Group, group_runs, in_progress
 from tdpfed.report.page import render
@@ -48,11 +46,11 @@ def write_page(runs: Sequence[Path], out: Path | None = None, *, reload_every: f
     unfinished = bool(in_progress(groups)) or any(find_runs(run) != [run] for run in runs)
     report = Report(page, groups, [*damage, *notes], unfinished)
     text = render(groups, report.notes, reload_every=reload_every if unfinished else 0.0)
-    with _named_errors("--out", page):
+    with write_errors("--out", page):
         if page.is_dir():
             raise TDPFedError(f"--out: {str(page)!r} is a folder, must be a file, as in report.html")
         page.parent.mkdir(parents=True, exist_ok=True)
-        _replace(page, text)
+        write_file(page, text, field="--out", unique=True)
     return report
 
 
@@ -92,12 +90,12 @@ def export(groups: Sequence[Group], folder: Path) -> list[Path]:
     plans = [(group, plan) for group in groups if isinstance(plan := plan_of(group.runs[0]), FactorPlan)]
     tables = {"results": table.results(groups), "runs": table.single_runs(groups)}
     tables |= {"plan": table.plan_rows(plans)} if plans else {}
-    with _named_errors("--export", folder):
+    with write_errors("--export", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, made in tables.items():
             for ending, write in (("csv", table.to_csv), ("md", table.to_markdown), ("tex", table.to_latex)):
                 written.append(folder / f"{name}.{ending}")
-                written[-1].write_text(write(made), encoding="utf-8")
+                write_file(written[-1], write(made), field="--export")
         for number, dataset in enumerate(datasets):
             same = [_slug(other) for other in datasets].count(_slug(dataset)) > 1
             prefix = "" if len(datasets) == 1 else f"{_slug(dataset)}-{number}-" if same else f"{_slug(dataset)}-"
@@ -129,30 +127,3 @@ def _state(runs: Sequence[Path]) -> list[tuple[Path, int, int]]:
         except OSError:
             found.append((path, 0, 0))
     return found
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-@contextmanager
-def _named_errors(option: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TDPFedError(f"{option}: cannot write {str(path)!r} ({error.strerror})") from None

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run on disk, so that a killed run goes on to the same bits.
+"""Checkpoints: the state of a run on disk, so that a killed run resumes and ends with the same bits.
 
 A checkpoint is a manifest, ``SERIAL.json``: round, meta, and size and SHA-256 sum of every file it needs and of itself.
 The server's state, and where clients start, is one safetensors file. The rows of the clients that have trained are a
@@ -31,6 +31,7 @@ from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError
+from tdpfed.files import part_of, sync_folder, write_part
 
 FORMAT = 2
 FILE_BYTES = 1 << 27
@@ -42,7 +43,7 @@ Make = Callable[[State, int], Rows]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a run needs to go on: the server's state, the clients' rows, and the rest as plain values for JSON."""
+    """What a run needs to resume: the server's state, the clients' rows, and the rest as plain values for JSON."""
 
     round: int
     server: State
@@ -57,9 +58,9 @@ def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
 
 
 def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
-    """Put a run into the state of ``snapshot``, or leave it as it is where that does not fit.
+    """Resume a run from ``snapshot``; one that does not fit is refused, and the run stays as it is.
 
-    Rows are copied, for two runs never share state; with ``take`` the snapshot's store becomes the run's own.
+    Rows are copied, so that two runs never share state; with ``take`` the snapshot's store becomes the run's own.
     """
     meta = snapshot.meta
     for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
@@ -76,15 +77,15 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
     except (KeyError, TypeError):
         raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
     # A copy: what torch allocates is aligned, on which the last bit may depend.
-    simulation.server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
+    server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
     if take and isinstance(snapshot.private, Store):
-        simulation.store = snapshot.private
+        store = snapshot.private
     else:
         start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
-        simulation.store = simulation.store.like(start, snapshot.private.clients)
+        store = simulation.store.like(start, snapshot.private.clients)
         for ids in _pieces(snapshot.private, snapshot.private.touched.nonzero().flatten()):
-            simulation.store.put(ids, snapshot.private.rows(ids))
-    simulation.round, simulation.ledger, simulation._trained = snapshot.round, ledger, None
+            store.put(ids, snapshot.private.rows(ids))
+    simulation.resume_from(snapshot.round, server, store, ledger)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Checkpoints:
         try:
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True)
-                _sync(self.folder.parent)
+                sync_folder(self.folder.parent)
             self._clean()
             self._saved = [*self._saved, self._write(snapshot)][-self.keep :]
             self._clean()
@@ -214,17 +215,13 @@ class Checkpoints:
         manifest = self._part(f"{serial:08}.json", _sealed(json.dumps(body).encode()))
         for names in ([], [file.name for file in (server, *new)], [manifest.name]):
             for name in names:
-                os.replace(self.folder / f"{name}.part", self.folder / name)
-            _sync(self.folder)
+                os.replace(part_of(self.folder / name), self.folder / name)
+            sync_folder(self.folder)
         return saved
 
     def _part(self, name: str, data: bytes) -> _File:
         """Write ``data`` under the temporary name, down to the disk."""
-        with (self.folder / f"{name}.part").open("wb", buffering=0) as file:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(file.fileno(), rest) :]
-            os.fsync(file.fileno())
+        write_part(part_of(self.folder / name), data)
         return _File(name, len(data), hashlib.sha256(data).hexdigest())
 
     def _read(self, serial: int, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
@@ -271,7 +268,7 @@ class Checkpoints:
         # A manifest turns temporary before its files go, and goes last: at no instant does it look lost.
         for name in self._names():
             if name.endswith(".json") and name not in needed:
-                os.replace(self.folder / name, self.folder / f"{name}.part")
+                os.replace(self.folder / name, part_of(self.folder / name))
         for name in sorted(self._names().keys() - needed, key=lambda name: name.endswith(".json.part")):
             os.unlink(self.folder / name)
 
@@ -335,11 +332,3 @@ def _bytes(path: Path, size: int | None = None) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise _DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

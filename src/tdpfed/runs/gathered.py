@@ -1,6 +1,7 @@
-"""Checkpoints of a run in several processes: the first writes and reads them for all, it asks and the others answer.
+"""Checkpoints of a run in several processes: the first process reads and writes them on behalf of all.
 
-So a checkpoint does not know how many processes made it, and only the first needs to see the disk.
+Each process holds the rows of its own clients. The first one sends requests for rows, the others answer them until it
+is done. A checkpoint is therefore independent of the number of processes, and only the first process needs the disk.
 """
 
 import json
@@ -22,15 +23,15 @@ from tdpfed.errors import TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints, Snapshot
 
 
-class _Ask(IntEnum):
-    END = 0
-    START = 1  # begin anew with a store of so many clients, who are at this state
-    GET = 2
-    PUT = 3
+class _Request(IntEnum):
+    END = 0  # no more requests
+    START = 1  # make a new store for this many clients, all in this state
+    GET = 2  # send these clients' rows
+    PUT = 3  # store these clients' rows
 
 
-class Everybodys:
-    """The rows of all clients, those of other processes too; they must be waiting in :func:`lent`."""
+class GatheredRows:
+    """The rows of all clients, for the first process; the others must be answering, inside :func:`gathered`."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.start, self.clients, self.touched = store, store.start, store.clients, store.touched
@@ -42,84 +43,84 @@ class Everybodys:
 
     def rows(self, clients: Tensor) -> State:
         """Return the rows of the clients, in their order."""
-        _tell(self.store.ranks, _Ask.GET, clients)
+        _send(self.store.ranks, _Request.GET, clients)
         return self.store.ranks.gather(self.store.rows(clients), clients)
 
     def put(self, clients: Tensor, rows: State) -> None:
-        """Send every row to the process that holds it."""
-        _tell(self.store.ranks, _Ask.PUT, clients, rows)
+        """Send every row to the process that holds its client."""
+        _send(self.store.ranks, _Request.PUT, clients, rows)
         self.store.put(clients, self.store.ranks.part(rows, clients))
 
 
 @contextmanager
-def lent(store: Store) -> Iterator[Rows | None]:
-    """Yield the rows of all clients to the first process, None to the others once it is done with them."""
+def gathered(store: Store) -> Iterator[Rows | None]:
+    """Yield the rows of all clients in the first process; the others answer its requests and then yield None."""
     if store.ranks.world == 1:
         yield store
     elif store.ranks.leads:
         try:
-            yield Everybodys(store)
+            yield GatheredRows(store)
         finally:
-            _tell(store.ranks, _Ask.END, torch.arange(0))
+            _send(store.ranks, _Request.END, torch.arange(0))
     else:
-        _answer(store)
+        _answer_requests(store)
         yield None
 
 
 def load_for_all(checkpoints: Checkpoints, simulation: Simulation) -> tuple[Snapshot, list[str]] | None:
-    """Return the newest good checkpoint and warnings, each process with its own rows; None where none was saved."""
+    """Return the newest good checkpoint and warnings; each process gets its own rows. None if nothing was saved."""
     store, device, ranks = simulation.store, simulation.federation.device, simulation.ranks
     if ranks.world == 1:
         return checkpoints.load(device, store.like)
     if not ranks.leads:
-        held = _answer(store)
-        told, server = json.loads(ranks.broadcast(b"")), from_bytes(ranks.broadcast(b""))
+        held = _answer_requests(store)
+        header, server = json.loads(ranks.broadcast(b"")), from_bytes(ranks.broadcast(b""))
         moved = {name: value.to(device) for name, value in server.items()}
-        return (Snapshot(told["round"], moved, held, told["meta"]), []) if told else None
+        return (Snapshot(header["round"], moved, held, header["meta"]), []) if header else None
 
     def make(start: State, clients: int) -> Rows:
-        _tell(ranks, _Ask.START, torch.tensor([clients]), start)
-        return Everybodys(store.like(start, clients))
+        _send(ranks, _Request.START, torch.tensor([clients]), start)
+        return GatheredRows(store.like(start, clients))
 
-    found, told, server = None, dict[str, object](), State()
+    found, header, server = None, dict[str, object](), State()
     try:
         found = checkpoints.load(device, make)
         if found is not None:
-            told, server = {"round": found[0].round, "meta": found[0].meta}, found[0].server
+            header, server = {"round": found[0].round, "meta": found[0].meta}, found[0].server
     finally:
-        _tell(ranks, _Ask.END, torch.arange(0))
-        ranks.broadcast(json.dumps(told).encode())
+        _send(ranks, _Request.END, torch.arange(0))
+        ranks.broadcast(json.dumps(header).encode())
         ranks.broadcast(_packed(server))
-    if found is None or not isinstance(found[0].private, Everybodys):
+    if found is None or not isinstance(found[0].private, GatheredRows):
         return None
     return replace(found[0], private=found[0].private.store), found[1]
 
 
-def _answer(store: Store) -> Store:
-    """Do what the first process asks until it ends; return the store that it last began."""
+def _answer_requests(store: Store) -> Store:
+    """Answer the first process's requests until there are no more; return the store that was made last."""
     ranks = store.ranks
     device = next(iter(store.start.values())).device if store.start else torch.device("cpu")
-    failed: TDPFedError | None = None  # said when all is done: the first process counts on being answered until then
+    failed: TDPFedError | None = None  # raised at the end: the first process expects answers until then
     while True:
         rows = from_bytes(ranks.broadcast(b""))
-        asked, ids = int(rows.pop("ask")), rows.pop("ids")
+        request, ids = int(rows.pop("request")), rows.pop("ids")
         try:
-            if asked == _Ask.START:
+            if request == _Request.START:
                 store = store.like({name: value.to(device) for name, value in rows.items()}, int(ids))
-            elif asked == _Ask.GET:
+            elif request == _Request.GET:
                 ranks.gather(store.rows(ids), ids)
-            elif asked == _Ask.PUT and failed is None:
+            elif request == _Request.PUT and failed is None:
                 store.put(ids, ranks.part(rows, ids))
         except TDPFedError as error:
             failed = failed or error
-        if asked == _Ask.END:
+        if request == _Request.END:
             if failed is not None:
                 raise failed
             return store
 
 
-def _tell(ranks: Ranks, ask: _Ask, ids: Tensor, rows: State | None = None) -> None:
-    ranks.broadcast(_packed({**(rows or {}), "ask": torch.tensor([int(ask)]), "ids": ids}))
+def _send(ranks: Ranks, request: _Request, ids: Tensor, rows: State | None = None) -> None:
+    ranks.broadcast(_packed({**(rows or {}), "request": torch.tensor([int(request)]), "ids": ids}))
 
 
 def _packed(state: State) -> bytes:

@@ -1,4 +1,4 @@
-"""Many runs side by side in one folder, a run folder each: what is finished stays, what fails stops no other.
+"""Many runs in one folder, each in a run folder of its own: finished runs are kept, one that fails stops no other.
 
 On a GPU runs that differ in their seed alone are computed together.
 """
@@ -14,11 +14,9 @@ import torch
 
 from tdpfed.config.loading import Config, parse_config, to_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.files import write_errors, write_file
+from tdpfed.runs.folder import CONFIG, SEEDS, RunFolder
 from tdpfed.runs.session import Session, run_together
-
-SEEDS = "seeds.toml"
-"""The configuration of a run with several seeds, in the folder that holds the run of each."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,8 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a cell: where it is, whether it was there before, and what stopped it if anything did."""
+class CellResult:
+    """The result of a cell: its folder, whether it was finished before, and the error that stopped it, if any."""
 
     cell: Cell
     path: Path
@@ -47,7 +45,7 @@ def begin_seeds(config: Config, folder: Path) -> Path:
     elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
         raise TDPFedError(f"--out: {str(folder)!r} holds another run; give another folder with --out")
     _make(folder)
-    (folder / SEEDS).write_text(to_toml(config), encoding="utf-8")
+    write_file(folder / SEEDS, to_toml(config), field="--out")
     return folder
 
 
@@ -79,8 +77,8 @@ def run_cells(
     *,
     on_start: Callable[[Sequence[Cell]], None],
     on_round: Callable[[Session], None],
-    on_end: Callable[[Outcome], None],
-) -> list[Outcome]:
+    on_end: Callable[[CellResult], None],
+) -> list[CellResult]:
     """Run the cells that are not finished; nothing is run where the folder holds another experiment.
 
     Cells that were stopped go on from their last checkpoint, and so do those that failed. Ctrl-C is passed on.
@@ -92,7 +90,7 @@ def run_cells(
         _check(paths[cell.name], cell.config)
     _make(folder)
     outcomes = {
-        cell.name: Outcome(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
+        cell.name: CellResult(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
     }
     for outcome in outcomes.values():
         on_end(outcome)
@@ -111,7 +109,7 @@ def run_cells(
 
 def _run(
     cells: Sequence[Cell], paths: Sequence[Path], data_root: Path | None, show: Callable[[Session], None]
-) -> list[Outcome]:
+) -> list[CellResult]:
     sessions: list[Session] = []
     errors: Sequence[Exception | None]
     try:
@@ -125,7 +123,7 @@ def _run(
         errors = [error] * len(cells)
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [
-        Outcome(cell, path, error=None if error is None else _line(error), warnings=said)
+        CellResult(cell, path, error=None if error is None else _line(error), warnings=said)
         for cell, path, error, said in zip(cells, paths, errors, warnings, strict=True)
     ]
 
@@ -169,10 +167,8 @@ def _begun(path: Path) -> bool:
 
 
 def _make(folder: Path) -> None:
-    try:
+    with write_errors("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TDPFedError(f"--out: cannot write to {str(folder)!r} ({error.strerror})") from None
 
 
 def _line(error: Exception) -> str:

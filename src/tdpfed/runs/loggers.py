@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from tdpfed.config.loading import Config, to_toml
 from tdpfed.errors import TDPFedError
+from tdpfed.files import write_file
 from tdpfed.report.group import flat
 from tdpfed.server.records import Record
 
@@ -141,7 +142,7 @@ class MLflow:
             self._go_on()
         else:
             self._run = self._new(config, folder.resolve().name)
-            note.write_text(json.dumps({"tracking_uri": uri, "run_id": self._run}) + "\n", encoding="utf-8")
+            write_file(note, json.dumps({"tracking_uri": uri, "run_id": self._run}) + "\n", field="run.loggers")
 
     def _new(self, config: Config, name: str) -> str:
         from mlflow.entities import Param

@@ -1,10 +1,8 @@
-"""A run from its configuration to its folder on disk: begun or resumed, recorded, saved, ended in any way.
+"""A simulated run in a folder: started or resumed from a configuration, and recorded until it ends in any way.
 
-What is finished is always on disk: a line per evaluated round, a checkpoint every so many rounds, a summary at the end,
-also after Ctrl-C or an error. A resumed run goes on to exactly the numbers of an uninterrupted one.
+A resumed run gives exactly the numbers of an uninterrupted one.
 """
 
-import time
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -22,12 +20,13 @@ from tdpfed.engine.ensemble import Ensemble, error_of
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
-from tdpfed.files import ctrl_c_waits
-from tdpfed.runs.checkpoints import Checkpoints, restore, snapshot_of
+from tdpfed.runs.checkpoints import restore, snapshot_of
 from tdpfed.runs.experiment import prepare, threads
-from tdpfed.runs.folder import NoFolder, RunFolder, summarize
-from tdpfed.runs.gathered import lent, load_for_all
+from tdpfed.runs.folder import NoFolder, RunFolder
+from tdpfed.runs.gathered import gathered, load_for_all
+from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
+from tdpfed.runs.summary import facts_of
 from tdpfed.server.records import Record
 
 OnRound = Callable[[Simulation], None]
@@ -35,17 +34,12 @@ Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRo
 
 
 class Session:
-    """A simulation, the folder it writes to and what it has recorded so far."""
+    """A simulation and the journal that records it in a folder."""
 
     def __init__(self, config: Config, simulation: Simulation, folder: RunFolder) -> None:
-        self.config, self.simulation, self.folder = config, simulation, folder
-        self.ranks = simulation.ranks
-        self.loggers = Loggers(config, folder.path)
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", config.checkpoint.keep)
-        self.records: list[Record] = []
+        self.config, self.simulation, self.ranks = config, simulation, simulation.ranks
+        self.journal = Journal(config, folder, leads=simulation.ranks.leads)
         self.warnings: list[str] = []
-        self.summary: dict[str, Any] = {}  # once it has ended
-        self.start_clock()
         self._changed: Tensor | None = None  # None: no checkpoint yet, everything is to be saved
 
     @classmethod
@@ -66,7 +60,7 @@ class Session:
 
     @classmethod
     def resume(cls, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
-        """Go on with the run in a folder from its newest good checkpoint, or from the start where there is none."""
+        """Resume the run in a folder from its newest good checkpoint, or from the start if there is none."""
         with ranks.agreement():
             folder, text = RunFolder.open(path) if ranks.leads else (NoFolder(path), "")
         text = ranks.broadcast(text.encode()).decode()  # the others need not see the folder
@@ -80,13 +74,13 @@ class Session:
             session = cls(config, simulation, folder)
         with ranks.agreement():
             session._load()
-            session.records = folder.rewind(simulation.round)
+            session.journal.rewind(simulation.round)
             session.warnings += folder.warnings
         return session
 
     def _load(self) -> None:
-        """Put the simulation where the newest good checkpoint is; of several ranks the first reads it for all."""
-        found = load_for_all(self.checkpoints, self.simulation)
+        """Resume the simulation from the newest good checkpoint; of several ranks the first reads it for all."""
+        found = load_for_all(self.journal.checkpoints, self.simulation)
         if found is not None:
             snapshot, self.warnings = found
             restore(self.simulation, snapshot, take=True)
@@ -97,7 +91,7 @@ class Session:
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Run to the last round and return the summary; it is written whatever happens."""
-        self.start_clock()
+        self.journal.start_clock()
         try:
             with progress(self.simulation, self.config.run.rounds, self.records) as show:
                 while self.left:
@@ -114,9 +108,20 @@ class Session:
             self.end()
         return self.summary
 
-    def start_clock(self) -> None:
-        """Count seconds from now on, and from what was recorded before."""
-        self._began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run is written."""
+        return self.journal.folder
+
+    @property
+    def records(self) -> list[Record]:
+        """A record for each evaluated round so far."""
+        return self.journal.records
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The summary, empty until the run has ended."""
+        return self.journal.summary
 
     @property
     def left(self) -> int:
@@ -124,37 +129,36 @@ class Session:
         return max(0, self._last - self.simulation.round)
 
     def after_round(self) -> None:
-        """Record the round that was just run if that is due, note what it refused, and save if that is due."""
+        """Evaluate the round that was just run, write its results and save a checkpoint, where these are due."""
         simulation, last = self.simulation, not self.left
-        if simulation.due(self.config.run.evaluate_every, last):
-            record = simulation.record(time.perf_counter() - self._began)
-            with ctrl_c_waits():  # the summary speaks of the last line
-                self.folder.append(record)
-                self.records.append(record)
-            if self.ranks.leads:
-                self.loggers.record(record)
-        self.folder.refuse(simulation.round, simulation.refused)
-        every = self.config.checkpoint.every
         if self._changed is not None:
             self._changed[simulation.trained.cpu()] = True
-        if every and (simulation.round % every == 0 or last):
-            changed = None if self._changed is None else self._changed.nonzero().flatten()
-            with self.ranks.agreement(), lent(simulation.store) as rows:
-                if rows is not None:
-                    self.checkpoints.save(replace(snapshot_of(simulation), private=rows), changed)
-            self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
+        evaluated = simulation.due(self.config.run.evaluate_every, last)
+        self.journal.after_round(
+            simulation.round,
+            last=last,
+            record=(lambda: simulation.record(self.journal.seconds)) if evaluated else None,
+            refused=simulation.refused,
+            save=self._save,
+        )
+
+    def _save(self) -> None:
+        """Save a checkpoint; of several processes the first saves it for all."""
+        simulation = self.simulation
+        changed = None if self._changed is None else self._changed.nonzero().flatten()
+        with self.ranks.agreement(), gathered(simulation.store) as rows:
+            if rows is not None:
+                self.journal.checkpoints.save(replace(snapshot_of(simulation), private=rows), changed)
+        self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write the summary of a run that is done, or that ``error`` has stopped."""
-        status = "finished" if self.simulation.round == self.config.run.rounds else "privacy budget spent"
+        """Write the summary of a run that is complete, or that ``error`` has stopped."""
+        simulation = self.simulation
+        status = "finished" if simulation.round == self.config.run.rounds else "privacy budget spent"
         if error is not None:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if isinstance(error, QuorumError):
-            self.folder.refuse(self.simulation.round + 1, self.simulation.refused)
-        self.summary = summarize(self.simulation, self.records, model=self.config.model.name, status=status)
-        self.folder.finish(self.summary)
-        if self.ranks.leads:
-            self.loggers.end(self.summary)
+        refused = simulation.refused if isinstance(error, QuorumError) else ()
+        self.journal.end(facts_of(simulation, self.config.model.name), status, refused=refused)
 
     @cached_property
     def _last(self) -> int:
@@ -162,14 +166,14 @@ class Session:
 
 
 def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -> list[TDPFedError | None]:
-    """Run sessions that differ in their seed to their end as one computation; return what stopped each, if anything.
+    """Run sessions that differ in their seed as one computation; return the error that stopped each, None if none did.
 
-    One that fails is ended and the others go on. Ctrl-C ends them all, and is passed on.
+    One that fails is ended and the others continue. Ctrl-C ends them all, and is raised again.
     """
     errors: dict[Session, TDPFedError | None] = dict.fromkeys(sessions)
     alive = [session for session in sessions if session.left]
     for session in alive:
-        session.start_clock()
+        session.journal.start_clock()
     group: list[Session] = []
     try:
         while alive:

@@ -1,6 +1,7 @@
-"""What a run reports: a record per evaluated round, and the ledger of bytes that travelled."""
+"""What a run reports: a record per evaluated round, and the ledger of the bytes sent."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +45,22 @@ class Ledger:
     def per_client_round(self) -> float:
         """Mean bytes, up and down, that a client's round cost."""
         return (self.uplink + self.downlink) / max(1, self.client_rounds)
+
+    def compression_rate(self, dense: int) -> float | None:
+        """Return ``dense``, the bytes of a dense upload, over those of a mean upload; None if there was none."""
+        return dense * self.uploads / self.uplink if self.uplink else None
+
+
+def due(round_: int, every: int, last: bool) -> bool:
+    """Return whether something happens after a round: every so many rounds and after the last; never if 0."""
+    return every > 0 and (last or round_ % every == 0)
+
+
+def worst_decile(accuracies: Sequence[float | None]) -> float | None:
+    """Return the mean accuracy of the worst tenth of the clients (at least one)."""
+    known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
+    worst = known[: max(1, len(known) // 10)]
+    return sum(worst) / len(worst) if worst else None
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,121 @@
+"""The summary of a run, simulated or deployed: the content of ``summary.json``."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tdpfed
+from tdpfed.core.layout import Layout
+from tdpfed.engine.simulation import Simulation
+from tdpfed.server.records import Ledger, Record, worst_decile
+from tdpfed.wire.meter import dense_bytes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a summary says of a run besides the numbers in its records."""
+
+    algorithm: str
+    dataset: str
+    model: str
+    rounds: int  # done so far
+    seed: int
+    clients: int
+    layout: Layout
+    ledger: Ledger
+    device: str
+    clients_trained: int | None = None  # None: unknown, the summary has no such key
+    honest: Sequence[int] | None = None  # ids of the clients whose accuracy counts; None: all
+    epsilon: float | None = None
+    delta: float | None = None
+
+
+def facts_of(simulation: Simulation, model: str) -> Facts:
+    """Return the facts about a simulation of a model of this name."""
+    federation, accountant = simulation.federation, simulation.accountant
+    return Facts(
+        algorithm=simulation.algorithm.name,
+        dataset=federation.name,
+        model=model,
+        rounds=simulation.round,
+        seed=simulation.seed,
+        clients=federation.clients,
+        layout=simulation.objective.layout,
+        ledger=simulation.ledger,
+        device=device_name(federation.device),
+        clients_trained=int(simulation.store.touched.sum()),
+        honest=simulation.honest.nonzero().flatten().tolist(),
+        epsilon=simulation.epsilon,
+        delta=None if accountant is None else accountant.privacy.delta,
+    )
+
+
+def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str, Any]:
+    """Return the summary as plain values; accuracies are fractions, None before the first evaluation."""
+    last, ledger, trained = records[-1] if records else None, facts.ledger, facts.clients_trained
+    personal = [r.personalized_accuracy for r in records if r.personalized_accuracy is not None]
+    honest = range(facts.clients) if facts.honest is None else facts.honest
+    return {
+        "status": status,
+        "algorithm": facts.algorithm,
+        "dataset": facts.dataset,
+        "model": facts.model,
+        "rounds": facts.rounds,
+        "seed": facts.seed,
+        "clients": facts.clients,
+        **({} if trained is None else {"clients_trained": trained}),
+        "parameters": facts.layout.size,
+        "personalized_accuracy": last.personalized_accuracy if last else None,
+        "local_accuracy": last.local_accuracy if last else None,
+        "global_accuracy": last.global_accuracy if last else None,
+        "best_personalized_accuracy": max(personal, default=None),
+        "worst_decile_accuracy": worst_decile([last.client_accuracy[k] for k in honest]) if last else None,
+        "train_loss": last.loss if last else None,
+        "uplink_bytes": ledger.uplink,
+        "downlink_bytes": ledger.downlink,
+        "bytes_per_client_round": ledger.per_client_round,
+        "rejected_uploads": ledger.rejected,
+        "epsilon": facts.epsilon,
+        "delta": facts.delta,
+        "compression_rate": ledger.compression_rate(dense_bytes(facts.layout)),
+        "seconds": last.seconds if last else None,
+        "device": facts.device,
+        "commit": source_commit(),
+        "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+@cache
+def source_commit() -> str | None:
+    """Return the commit of the source tree where the package is run from one; ``+`` marks changes to it.
+
+    A copy of a commit without its history is told which it is by ``$TDPFED_COMMIT``.
+    """
+    here = Path(tdpfed.__file__).parent
+    if told := os.environ.get("TDPFED_COMMIT"):
+        return told
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if not git("ls-files", "__init__.py"):  # some other project's tree, in which the package is installed
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """Return a readable name of a device: the GPU's, or the processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
