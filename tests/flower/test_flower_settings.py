@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.common.config import flatten_dict
 from torch import nn
 
+from tdpfed.core.setting import plain
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
 from tdpfed.flower.node import Node
@@ -68,8 +69,14 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"flower.secure_aggregation": True}, "SecAgg\\+ works only with its older client"),
         ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules look at each client"),
         ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules look at each client"),
-        ({"flower.secure_aggregation": True, "algorithm.aggregation": "act"}, "ACT composes each client's tensor"),
-        ({"flower.secure_aggregation": True, "algorithm.name": "local"}, "'local' has no common vector"),
+        (
+            {"flower.secure_aggregation": True, "algorithm.aggregation": "act"},
+            "'tdpfed' as configured needs more than the sum",
+        ),
+        (
+            {"flower.secure_aggregation": True, "algorithm.name": "local"},
+            "'local' as configured needs more than the sum",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(given: dict[str, Any], words: str) -> None:
@@ -209,7 +216,7 @@ def test_an_envelope_without_its_records_is_refused() -> None:
 
 def test_every_key_of_its_own_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
-    assert not [key for key in Flower.model_fields if f"| `flower.{key}` |" not in page]
+    assert not [key for key in plain(Flower()) if f"| `flower.{key}` |" not in page]
 
 
 def test_every_key_reaches_flower_as_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.runs import loggers
 from tdpfed.runs.loggers import Loggers, scalars, settings

@@ -5,30 +5,25 @@ Each is a dict of tensors. A function is written for one client, tensors ``(P,)`
 ``(K, P)``, the same lines compute K clients at once. No function changes its arguments.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from tdpfed.algorithms.hyper import check_hyper as check_hyper
+from tdpfed.algorithms.hyper import hyper as hyper
 from tdpfed.core.layout import Layout
 from tdpfed.core.objective import Batch
 from tdpfed.core.objective import Grad as Grad
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.core.setting import settings_of
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.server.robust import Average
 
 State = dict[str, Tensor]
 Batches = Callable[[int], Batch]
-
-
-def hyper(
-    default: Any, doc: str, *, above: float | None = None, least: float | None = None, most: float | None = None
-) -> Any:
-    """Declare a hyper-parameter: its default, what it means and the range it must lie in."""
-    return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,8 @@ class Algorithm(ABC):
     name: ClassVar[str]
     communicates: ClassVar[bool] = True
     """Whether anything travels between clients and server."""
+    shared_seed: ClassVar[bool] = False
+    """Whether what is sent depends on a seed that clients and server both know."""
 
     tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1, most=10**6)
     batch_size: int = hyper(20, "samples per minibatch", least=1, most=10**6)
@@ -56,14 +53,12 @@ class Algorithm(ABC):
     layout: Layout | None = field(default=None, repr=False, metadata={"bound": True})
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for item in self.hyper_parameters():
-            check_hyper(item, hints[item.name], getattr(self, item.name))
+        check_hyper(self)
 
     @classmethod
     def hyper_parameters(cls) -> list[Field[Any]]:
         """Return the fields a user sets."""
-        return [item for item in fields(cls) if "bound" not in item.metadata]
+        return settings_of(cls)
 
     def bind(self, layout: Layout) -> Self:
         """Return this algorithm for models of ``layout``."""
@@ -129,47 +124,30 @@ class Algorithm(ABC):
         """Return the parameters the server would ship; None if there are none."""
 
     @property
+    def summable(self) -> bool:
+        """Whether the server needs no more of the uploads than their weighted sum."""
+        return self.communicates and not self.shared_seed
+
+    @property
+    def plan(self) -> FactorPlan | None:
+        """Which parameters are uploaded as CP factors; None for a method without factors."""
+        return None
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The names of its learning rates."""
+        return tuple(item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha")))
+
+    @property
     def learning_rates(self) -> dict[str, float]:
         """The rates to lower when a run diverges."""
-        rates = [item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha"))]
-        return {name: getattr(self, name) for name in rates}
+        return {name: getattr(self, name) for name in self.rates}
+
+    def compression_met(self) -> tuple[float, float, str] | None:
+        """Return the compression rate asked for, the one the model allows, and why; None where none is asked for."""
+        return None
 
 
 def to_each(state: State, turn: Turn) -> State:
     """Return the same message for each of the turn's clients: views with their leading axis."""
     return {name: value.expand(*turn.clients.shape, *value.shape) for name, value in state.items()}
-
-
-_KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    int: (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-    float: (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        "a finite number",
-    ),
-    tuple[str, ...]: (
-        lambda value: isinstance(value, tuple | list) and all(isinstance(pattern, str) for pattern in value),
-        "a list of patterns",
-    ),
-    Mapping[str, int] | None: (lambda value: value is None or isinstance(value, Mapping), "a table of ranks"),
-}
-
-
-def check_hyper(item: Field[Any], hint: Any, value: Any) -> None:
-    """Refuse a value outside its hyper-parameter's type and range."""
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise unknown(item.name, value, map(str, get_args(hint)))
-        return
-    fits, kind = _KINDS.get(hint, (lambda _: True, ""))
-    if not fits(value):
-        raise TDPFedError(f"{item.name}: {value!r} given, must be {kind}")
-    above, least, most = (item.metadata.get(bound) for bound in ("above", "least", "most"))
-    limits = [
-        text
-        for text, given in ((f"above {above}", above), (f"at least {least}", least), (f"at most {most}", most))
-        if given is not None
-    ]
-    inside = (above is None or value > above, least is None or value >= least, most is None or value <= most)
-    if not all(inside):
-        raise TDPFedError(f"{item.name}: {value!r} given, must be {' and '.join(limits)}")

@@ -25,6 +25,7 @@ class FedAvgSAR(FedAvg):
     """Federated averaging of randomly chosen coordinates."""
 
     name: ClassVar[str] = "fedavg_sar"
+    shared_seed: ClassVar[bool] = True
 
     compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
 
@@ -36,6 +37,12 @@ class FedAvgSAR(FedAvg):
     def values(self, size: int) -> int:
         """Return how many of ``size`` coordinates travel."""
         return max(1, round(size / self.compression))
+
+    def compression_met(self) -> tuple[float, float, str] | None:
+        """A whole number of coordinates travels, at least one."""
+        assert self.layout is not None, "bind the algorithm to a model first"
+        size = self.layout.size
+        return self.compression, size / self.values(size), f"the model has {size:,} values"
 
     def subset(self, turn: Turn, size: int) -> Tensor:
         """Return the coordinates of each client's subset, ``(..., m)``; the latest are remembered."""

@@ -18,7 +18,7 @@ from tdpfed.algorithms.base import Algorithm, Batches, Grad, State, Turn, hyper,
 from tdpfed.core import optim
 from tdpfed.core.layout import Layout
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import wrong
 from tdpfed.fast.factors import Turned, Workspace
 from tdpfed.fast.first_layer import Along
 from tdpfed.server.robust import Average
@@ -69,14 +69,12 @@ class TDPFed(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer == "als" and self.factor_steps == "alternating":
-            raise TDPFedError(
-                "factor_steps: 'alternating' given, must be 'joint' with optimizer 'als', which alternates itself"
-            )
+            raise wrong("factor_steps", "alternating", "'joint' with optimizer 'als', which alternates itself")
         if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
-            raise TDPFedError(
-                "optimizer_state: 'run' given, must be 'round' or 'local-round' with optimizer 'als', which has no "
-                "state, and with factor_steps 'alternating', whose state is of the factor in turn"
-            )
+            raise wrong(
+                "optimizer_state", "run", "'round' or 'local-round' with optimizer 'als', which has no state, and with "
+                "factor_steps 'alternating', whose state is of the factor in turn",
+            )  # fmt: skip
 
     @cached_property
     def plan(self) -> FactorPlan:
@@ -86,6 +84,20 @@ class TDPFed(Algorithm):
         return FactorPlan.of(
             shapes, self.compression, ranks=self.ranks or {}, include=self.include, exclude=self.exclude
         )
+
+    @property
+    def summable(self) -> bool:
+        """The server composes each client's tensor in ACT, and only adds factors in AFM."""
+        return self.aggregation == "afm"
+
+    def compression_met(self) -> tuple[float, float, str] | None:
+        """Ranks are whole and biases stay dense; explicit ranks and exclusions are a choice of their own."""
+        if self.ranks or self.exclude:
+            return None
+        why = "a rank is at least 1, and biases stay dense"
+        if not any(self.plan.ranks):
+            why = "no parameter has fewer values as factors at this rate, so all stay dense"
+        return self.compression, self.plan.compression_rate, why
 
     @property
     def layouts(self) -> dict[str, Layout | None]:

@@ -5,10 +5,9 @@ None of this is an error. A run says it before it starts, so that nobody takes t
 
 from collections.abc import Iterator
 
-from tdpfed.algorithms import FedAvgSAR, TDPFed
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.config.loading import Config
-from tdpfed.config.sections import Section
+from tdpfed.config.sections import SECTIONS, Config
+from tdpfed.core.setting import default_of, settings_of
 
 NEAR = 0.8
 """Share of the compression asked for below which it counts as missed; whole ranks and biases cost a little anyway."""
@@ -23,7 +22,6 @@ def _idle(config: Config) -> Iterator[str]:
     """Yield settings that count only with another one, which is not there."""
     data, robust, privacy = config.data, config.robust, config.privacy
     dealt = ("classes", "classes-in-turn")
-    private = privacy.clip is not None and privacy.noise is not None
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
         ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes' or 'classes-in-turn'"),
@@ -37,10 +35,10 @@ def _idle(config: Config) -> Iterator[str]:
         ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),
         ("robust.attack_fraction", robust.attack is not None, "robust.attack"),
         ("robust.attack_strength", robust.attack is not None, "robust.attack"),
-        ("privacy.delta", private, "privacy.clip and privacy.noise"),
+        ("privacy.delta", privacy.asked is not None, "privacy.clip and privacy.noise"),
     ):
         section, _, name = key.partition(".")
-        if not counts and _given(getattr(config, section), name):
+        if not counts and _given(config, section, name):
             yield f"{key}: {getattr(getattr(config, section), name)!r} given, which counts only with {needed}"
 
 
@@ -56,25 +54,18 @@ def _silent(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _unmet(algorithm: Algorithm) -> Iterator[str]:
-    """Yield a compression rate that the model does not allow; one with patterns or ranks was chosen by hand."""
-    layout = algorithm.layout
-    assert layout is not None, "bind the algorithm to a model first"
-    if isinstance(algorithm, FedAvgSAR):
-        rate, why = layout.size / algorithm.values(layout.size), f"the model has {layout.size:,} values"
-    elif isinstance(algorithm, TDPFed) and not algorithm.ranks and not algorithm.exclude:
-        plan = algorithm.plan
-        rate, why = plan.compression_rate, "a rank is at least 1, and biases stay dense"
-        if not any(plan.ranks):
-            why = "no parameter has fewer values as factors at this rate, so all stay dense"
-    else:
+    """Yield a compression rate that the model does not allow."""
+    met = algorithm.compression_met()
+    if met is None:
         return
-    if rate < NEAR * algorithm.compression or (rate == 1 and algorithm.compression != 1):
-        yield f"algorithm.compression: {algorithm.compression:g} given, the model comes to {rate:.3g}: {why}"
+    asked, rate, why = met
+    if rate < NEAR * asked or (rate == 1 and asked != 1):
+        yield f"algorithm.compression: {asked:g} given, the model comes to {rate:.3g}: {why}"
 
 
-def _given(section: Section, name: str) -> bool:
+def _given(config: Config, section: str, name: str) -> bool:
     """Whether a value is the user's own: no default, or written out in a file that is not a resolved one."""
-    fields = type(section).model_fields
-    resolved = {key for key, field in fields.items() if field.default is not None} <= section.model_fields_set
-    typed = name in section.model_fields_set and not resolved
-    return getattr(section, name) != fields[name].default or typed
+    defaults = {item.name: default_of(item) for item in settings_of(SECTIONS[section])}
+    resolved = all(f"{section}.{key}" in config.given for key, default in defaults.items() if default is not None)
+    typed = f"{section}.{name}" in config.given and not resolved
+    return bool(getattr(getattr(config, section), name) != defaults[name]) or typed

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tdpfed
 from tdpfed.algorithms.base import Algorithm, Batches, State, Turn
-from tdpfed.config.loading import Config
+from tdpfed.config import Config
 from tdpfed.core.draws import Stream, batch_indices, key
 from tdpfed.core.objective import Batch, Objective
 from tdpfed.errors import TDPFedError

@@ -20,7 +20,6 @@ from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
 from tdpfed.server.gate import Uplink, accepted
-from tdpfed.server.participation import Participation
 from tdpfed.server.records import Ledger
 from tdpfed.server.robust import average_for
 from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
@@ -78,7 +77,7 @@ class Strategy:
         self.members: dict[int, Member] = {}
         self.ledger = Ledger()
         config = side.config
-        self.participation = Participation(**config.participation.model_dump())
+        self.participation = config.participation
         self.needed = max(1, self.participation.quorum)
         self.uplink = Uplink(side.algorithm, flower.nodes, config.run.seed, config.wire.codec, rule_of(config), None)
         self.refused: list[Rejected] = []  # in the round that is tried
@@ -345,4 +344,4 @@ def _of(client: int, refusal: Rejected) -> Rejected:
     """Return a refusal with the client that Flower says has sent the message, whatever the message says."""
     if refusal.client == client:
         return refusal
-    return Rejected(refusal.rule, str(refusal).partition(": ")[2], client=client, tensor=refusal.tensor)
+    return Rejected(refusal.rule, refusal.reason, client=client, tensor=refusal.tensor)

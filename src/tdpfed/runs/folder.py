@@ -7,6 +7,7 @@ when its round is done, so what is finished is there whatever happens next. The 
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,6 +149,11 @@ class NoFolder(RunFolder):
 
     def _append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
         """Leave it to the other."""
+
+
+def file_name(text: str) -> str:
+    """Return a text as part of a folder's name, on any file system."""
+    return re.sub(r"[^\w.=+-]+", "_", text)
 
 
 def _left_over(entry: Path) -> bool:

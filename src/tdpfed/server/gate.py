@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, State, Turn
 from tdpfed.algorithms.tdpfed import TDPFed
+from tdpfed.core.setting import check, setting
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine import attacks
 from tdpfed.errors import TDPFedError, unknown
@@ -23,17 +24,12 @@ from tdpfed.wire import Codec, Rejected, lossy, screen
 class Attack:
     """Which share of the clients is hostile, and how."""
 
-    kind: attacks.Kind
-    fraction: float = 0.2
-    strength: float | None = None  # None: the attack's own
+    kind: attacks.Kind = setting(doc="what hostile clients do in simulation")
+    fraction: float = setting(0.2, "share of the clients that is hostile", least=0, most=1)
+    strength: float | None = setting(None, "how strong the attack is; its own by default", above=0)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(attacks.Kind):
-            raise unknown("robust.attack", self.kind, get_args(attacks.Kind))
-        if not 0 <= self.fraction <= 1:
-            raise TDPFedError(f"robust.attack_fraction: {self.fraction} given, must be at least 0 and at most 1")
-        if self.strength is not None and not self.strength > 0:
-            raise TDPFedError(f"robust.attack_strength: {self.strength} given, must be above 0")
+        check(self)
 
 
 @dataclass(frozen=True)
