@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from tdpfed.algorithms import DEFAULT
-from tdpfed.config import Config, flat, load_config, toml_value
-from tdpfed.config.loading import value_of
-from tdpfed.errors import TDPFedError
+from tdpfed.config import Config, flat, toml_value
+from tdpfed.config.loading import checked_config, raw_config, value_of
+from tdpfed.errors import TDPFedError, raise_all
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
-from tdpfed.flower.settings import Flower, as_run_config, read_settings
+from tdpfed.flower.settings import Flower, as_run_config, read_settings, refused
 from tdpfed.flower.watch import Complaints, OnRound, Tell, follow, speed, why
 from tdpfed.runs.experiment import federation_of
 from tdpfed.runs.folder import SUMMARY, RunFolder, file_name
@@ -194,7 +194,11 @@ def _check_overrides(demo: Demo) -> None:
 def _digits_app(demo: Demo) -> tuple[Path, str]:
     """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
     special = [setting for setting in demo.overrides if _own_key(setting)]
-    config = load_config("digits", [setting for setting in demo.settings if setting not in special])
+    values = raw_config("digits", [setting for setting in demo.settings if setting not in special])
+    errors = refused(values)
+    config = checked_config(values, errors)
+    raise_all(errors)
+    assert config is not None
     flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
     tables = as_run_config(config, flower)
     tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}}

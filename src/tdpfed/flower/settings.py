@@ -82,7 +82,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     for section in ("data", "model"):
         for key, given in values.pop(section, {}).items():
             errors.append(TDPFedError(f"{given!r} given, {NEEDS_TASK}", field=f"{section}.{key}", value=given))
-    errors += _refused(values)
+    errors += refused(values)
     config = checked_config({**values, "data": {"name": "own data"}, "model": {"name": "own model"}}, errors)
     if config is not None and flower is not None:
         errors += _secure_aggregation(config, flower)
@@ -98,7 +98,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     return config, flower
 
 
-def _refused(values: dict[str, Any]) -> list[TDPFedError]:
+def refused(values: dict[str, Any]) -> list[TDPFedError]:
     """Take what a deployment cannot keep out of the values, and return an error for each of them."""
     errors = []
     for key, allowed, why in REFUSED:
