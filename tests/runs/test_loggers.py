@@ -73,13 +73,13 @@ def test_only_numbers_are_scalars() -> None:
 def test_every_setting_with_a_value_is_a_hyper_parameter() -> None:
     found = settings(config("tensorboard"))
     assert (found["run.rounds"], found["algorithm.name"], found["algorithm.eta"]) == (8, "fedavg", 0.05)
-    assert found["run.loggers"] == "['tensorboard']"
+    assert found["run.loggers"] == '["tensorboard"]'
     assert "participation.clients" not in found
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [('["wandb"]', "'tensorboard' or 'mlflow'"), ("tensorboard", "valid list"), ("[1]", "run.loggers")],
+    [('["wandb"]', "'tensorboard' or 'mlflow'"), ("3", "a list of"), ("[1]", "run.loggers")],
 )
 def test_unknown_loggers_are_refused(given: str, words: str) -> None:
     with pytest.raises(TDPFedError, match=r"run\.loggers") as error:

@@ -37,7 +37,13 @@ DataRoot = Annotated[
 
 def find_own_code(*names: str) -> None:
     """Let ``package.module:name`` be found in the working directory, after everything that is installed."""
-    if any(":" in name for name in names) and os.getcwd() not in sys.path:
+    if any(":" in name for name in names):
+        search_here()
+
+
+def search_here() -> None:
+    """Look for modules in the working directory, too, after everything that is installed."""
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_code_of, find_own_code, print_json, tell
+from tdpfed.cli.base import (
+    DataRoot, Json, Set, Source, app, find_code_of, find_own_code, print_json, search_here, tell,
+)  # fmt: skip
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def run(
         if resume is not None:
             if source is not None or set_ or out is not None:
                 raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
-            find_own_code("any:code")  # the configuration is in the folder
+            search_here()
             if has_seeds(resume):
                 ranks.alone("a run of several seeds")
                 return _run_seeds(resume, data_root, json_)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from tdpfed.config import Config, flat, to_toml
+from tdpfed.config import Config, flat, to_toml, toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.server.records import Record
 
@@ -185,9 +185,9 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(config: Config) -> dict[str, str | float]:
-    """Return the settings that have a value, by full keys; lists and tables in words."""
+    """Return the settings that have a value, by full keys; lists and tables as TOML."""
     values = flat(config.as_dict())
-    return {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items() if v is not None}
+    return {k: v if isinstance(v, int | float | str) else toml_value(v) for k, v in values.items() if v is not None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
