@@ -19,7 +19,7 @@ from common import provenance, write
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.data import Federation, make_federation
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.precision import arithmetic

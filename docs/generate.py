@@ -13,25 +13,24 @@ from typing import Any
 
 import typer
 
-from tdpfed.algorithms import ALGORITHMS
+from tdpfed.algorithms import ALGORITHMS, DEFAULT
 from tdpfed.cli import app
 from tdpfed.config.keys import section_keys
-from tdpfed.config.loading import Config
+from tdpfed.config.sections import ALGORITHM, SECTIONS
 
 MARK = "<!-- Everything below is made by docs/generate.py: change the code and run it again. -->\n"
 
 
 def configuration() -> Iterator[str]:
     """Yield the sections of the configuration with their keys; in ``algorithm`` a table for each method."""
-    for section, field in Config.model_fields.items():
-        if section == "algorithm":
-            yield f"\n## algorithm\n\nThe method, and its hyper-parameters.\n\n{_keys(section, 'tdpfed', slice(1))}"
+    for section, owner in SECTIONS.items():
+        if section == ALGORITHM:
+            yield f"\n## algorithm\n\nThe method, and its hyper-parameters.\n\n{_keys(section, DEFAULT, slice(1))}"
             for name in ALGORITHMS:
                 table = _keys(section, name, slice(1, None))
                 yield f"\n### {name}\n\nWhat it does: [{name}](algorithms/{name}.md).\n\n{table}"
             continue
-        model: Any = field.annotation
-        yield f"\n## {section}\n\n{model.__doc__}\n\n{_keys(section, 'tdpfed')}"
+        yield f"\n## {section}\n\n{owner.__doc__}\n\n{_keys(section, DEFAULT)}"
 
 
 def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:

@@ -1,23 +1,62 @@
 """The exception this package raises for bad input.
 
-Its message names the field, the value that was given and what is allowed. The command line prints it and exits with 2;
-anything else that reaches the top is a bug and keeps its traceback.
+Its message names the field, the value that was given and what is allowed; its attributes hold the same, so that nobody
+has to read the message. The command line prints it and exits with 2; anything else that reaches the top is a bug and
+keeps its traceback.
 """
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 
 class TDPFedError(ValueError):
-    """Bad input: a field, its value and what is allowed."""
+    """Bad input: ``reason`` says what is wrong with ``field``, which is None where no single field is to blame."""
+
+    def __init__(
+        self, reason: str, *, field: str | None = None, value: object = None, allowed: Sequence[str] | str = ()
+    ) -> None:
+        super().__init__(reason if field is None else f"{field}: {reason}")
+        self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
+
+    def at(self, field: str | None) -> Self:
+        """Return the same error about a field of another name."""
+        return self._like(field, self.reason)
+
+    def within(self, section: str) -> Self:
+        """Return the same error with its field below a section, as ``algorithm.tau`` for ``tau``."""
+        return self.at(section if self.field is None else f"{section}.{self.field}")
+
+    def noting(self, note: str) -> Self:
+        """Return the same error with a note in parentheses after it."""
+        return self._like(self.field, f"{self.reason} ({note})")
+
+    def _like(self, field: str | None, reason: str) -> Self:
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__, field=field, reason=reason)
+        other.args = (reason if field is None else f"{field}: {reason}",)
+        return other
+
+
+class UnknownError(TDPFedError):
+    """A name that does not exist: ``value`` was given, ``allowed`` are the names there are."""
 
 
 class CombinedError(TDPFedError):
-    """Several errors found at once; ``lines`` has each on its own."""
+    """Several errors found at once: ``errors`` are they, ``lines`` their messages."""
 
     def __init__(self, errors: Sequence[TDPFedError]) -> None:
+        self.errors = list(errors)
         self.lines = [str(error) for error in errors]
         super().__init__("; ".join(self.lines))
+
+    def within(self, section: str) -> Self:
+        """Return the same errors with their fields below a section."""
+        return type(self)([error.within(section) for error in self.errors])
+
+    def noting(self, note: str) -> Self:
+        """Return the same errors with a note after each."""
+        return type(self)([error.noting(note) for error in self.errors])
 
 
 class QuorumError(TDPFedError):
@@ -28,15 +67,33 @@ class RankError(TDPFedError):
     """Another process of a run in several processes is gone."""
 
 
+def each(error: TDPFedError) -> list[TDPFedError]:
+    """Return the single errors of one that may be several."""
+    return error.errors if isinstance(error, CombinedError) else [error]
+
+
 def raise_all(errors: Sequence[TDPFedError]) -> None:
     """Raise what was found wrong, if anything was: one error as it is, several as one."""
     if errors:
         raise errors[0] if len(errors) == 1 else CombinedError(errors)
 
 
-def unknown(field: str, value: object, allowed: Iterable[str]) -> TDPFedError:
+def wrong(field: str, value: object, allowed: str, words: Iterable[str] = ()) -> TDPFedError:
+    """Return the error for a value that is not ``allowed``; of ``words`` the nearest is suggested."""
+    near = nearest(value, words)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return TDPFedError(f"{value!r} given, must be {allowed}{hint}", field=field, value=value, allowed=allowed)
+
+
+def unknown(field: str, value: object, allowed: Iterable[str]) -> UnknownError:
     """Return the error for a name outside ``allowed``, with the nearest name as a suggestion."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ";"
-    return TDPFedError(f"{field}: unknown {value!r}{hint} Allowed: {', '.join(names)}")
+    near = nearest(value, names)
+    hint = f", did you mean {near!r}?" if near else ";"
+    reason = f"unknown {value!r}{hint} Allowed: {', '.join(names)}"
+    return UnknownError(reason, field=field, value=value, allowed=names)
+
+
+def nearest(value: object, words: Iterable[str]) -> str | None:
+    """Return the word that is most like a value, if any is like it."""
+    return next(iter(difflib.get_close_matches(str(value), list(words), n=1)), None)

@@ -63,9 +63,9 @@ def from_spec(
         with seeded(seed):
             model = factory(tuple(input_shape or ()), classes) if known and _accepts_two(factory) else factory()
     except Exception as error:  # the user's own code may raise anything
-        raise TDPFedError(f"model: {spec!r} failed ({type(error).__name__}: {error}). {rule}") from error
+        raise TDPFedError(f"{spec!r} failed ({type(error).__name__}: {error}). {rule}", field="model") from error
     if not isinstance(model, nn.Module):
-        raise TDPFedError(f"model: {spec!r} returned a {type(model).__name__}. {rule}")
+        raise TDPFedError(f"{spec!r} returned a {type(model).__name__}. {rule}", field="model")
     return model
 
 
@@ -87,9 +87,9 @@ def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape
         shape = ()
     fits = len(shape) > 0 if least is None else len(shape) == 3 and min(shape[1:]) >= least
     if not fits or min(shape) < 1:
-        raise TDPFedError(f"input_shape: {input_shape!r} does not fit {name}. Allowed: {rule}")
+        raise TDPFedError(f"{input_shape!r} does not fit {name}. Allowed: {rule}", field="input_shape")
     if classes < 2 or classes != int(classes):
-        raise TDPFedError(f"classes: {classes!r}. Allowed: a whole number of at least 2")
+        raise TDPFedError(f"{classes!r}. Allowed: a whole number of at least 2", field="classes")
     return shape, int(classes)
 
 
@@ -240,7 +240,7 @@ class _Transformer(nn.Module):
         (rows, p), (columns, q) = self.grid
         if rows * columns < 2:
             rule = "a height or width that is no prime, to be cut into patches"
-            raise TDPFedError(f"input_shape: {shape!r} does not fit transformer. Allowed: {rule}")
+            raise TDPFedError(f"{shape!r} does not fit transformer. Allowed: {rule}", field="input_shape")
         self.embed = nn.Linear(channels * p * q, width)
         self.position = nn.Parameter(0.02 * torch.randn(rows * columns, width))
         self.block1 = _TransformerBlock(width, heads)

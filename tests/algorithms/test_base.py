@@ -45,9 +45,9 @@ BAD: list[tuple[type, str, Any, list[str]]] = [
     (TDPFed, "aggregation", "fma", ["afm"]),
     (TDPFed, "keep_theta", "yes", ["true or false"]),
     (TDPFed, "keep_theta", 1, ["true or false"]),
-    (TDPFed, "exclude", "fc*", ["list of patterns"]),
-    (TDPFed, "include", (1,), ["list of patterns"]),
-    (TDPFed, "ranks", 8, ["table of ranks"]),
+    (TDPFed, "exclude", "fc*", ["list of text"]),
+    (TDPFed, "include", (1,), ["list of text"]),
+    (TDPFed, "ranks", 8, ["table of whole numbers"]),
     (TDPFed, "als_damping", -1.0, ["at least 0"]),
     (TDPFed, "act_sweeps", 0, ["at least 1"]),
 ]

@@ -9,15 +9,15 @@ from typer.testing import CliRunner
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
+from tdpfed.config import load_config, presets
 from tdpfed.config.keys import describe
-from tdpfed.config.loading import load_config, presets
 from tdpfed.errors import TDPFedError
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_key_is_listed_once_with_its_default_and_meaning(name: str, tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
-    resolved = load_config(str(tmp_path / "empty.toml"), [f"algorithm.name={name}"]).model_dump()
+    resolved = load_config(str(tmp_path / "empty.toml"), [f"algorithm.name={name}"]).as_dict()
     found = {key.name: key for key in describe(name)}
     assert set(found) == {f"{section}.{key}" for section, table in resolved.items() for key in table}
     assert len(found) == len(describe(name))

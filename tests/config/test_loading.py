@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tdpfed import FedAvg, PFedMe, TDPFed
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config.loading import Config, load_config, parse_config, presets, to_toml
+from tdpfed.config import Config, load_config, parse_config, presets, to_toml
+from tdpfed.core.setting import plain
 from tdpfed.errors import CombinedError, TDPFedError
 
 
@@ -49,8 +50,8 @@ def test_the_papers_settings() -> None:
     assert [mnist.algorithm[key] for key in keys] == [20, 23, 12, 1, 5, 17, 8e-4, 0.08]
     assert [cifar.algorithm[key] for key in keys] == [20, 25, 14, 1, 4, 15, 4e-5, 0.03]
     assert mnist.participation.train == cifar.participation.train == "all"
-    short = load_config("mnist").model_dump()
-    assert short == {**mnist.model_dump(), "run": {**mnist.run.model_dump(), "rounds": 60, "evaluate_every": 2}}
+    short = load_config("mnist").as_dict()
+    assert short == {**mnist.as_dict(), "run": {**plain(mnist.run), "rounds": 60, "evaluate_every": 2}}
 
 
 def test_overrides() -> None:
@@ -122,20 +123,20 @@ BAD = {
     "unknown table": ("digits", ["algorithms.fedavgg.tau=3"], ["algorithms", "'fedavgg'", "did you mean"]),
     "bad key in a table not chosen": ("digits", ["algorithms.pfedme.tao=3"], ["algorithms.pfedme", "'tao'", "'tau'"]),
     "a table that is none": ("digits", ["algorithms.pfedme=3"], ["algorithms.pfedme", "3"]),
-    "rounds zero": ("digits", ["run.rounds=0"], ["run.rounds", "0", "greater than or equal to 1"]),
-    "rounds no number": ("digits", ["run.rounds=many"], ["run.rounds", "'many'", "integer"]),
-    "rounds a fraction": ("digits", ["run.rounds=1.5"], ["run.rounds", "1.5", "integer"]),
+    "rounds zero": ("digits", ["run.rounds=0"], ["run.rounds", "0", "at least 1"]),
+    "rounds no number": ("digits", ["run.rounds=many"], ["run.rounds", "'many'", "whole number"]),
+    "rounds a fraction": ("digits", ["run.rounds=1.5"], ["run.rounds", "1.5", "whole number"]),
     "seed negative": ("digits", ["run.seed=-1"], ["run.seed", "-1"]),
     "runner": ("digits", ["run.runner=fast"], ["run.runner", "'fast'", "'batched' or 'loop'"]),
     "chunk": ("digits", ["run.chunk=0"], ["run.chunk", "0", "'auto'"]),
-    "threads": ("digits", ["run.threads=100000"], ["run.threads", "100000", "1024", "'auto'"]),
+    "threads": ("digits", ["run.threads=100000"], ["run.threads", "100000", "1,024", "'auto'"]),
     "device": ("digits", ["run.device=tpu"], ["run.device", "'tpu'", "'cuda'"]),
     "lambda": ("digits", ["algorithm.lam=-1"], ["algorithm.lam", "-1", "at least 0"]),
     "rate": ("digits", ["algorithm.eta=0"], ["algorithm.eta", "0", "above 0"]),
     "rate nan": ("digits", ["algorithm.eta=nan"], ["algorithm.eta", "nan", "finite"]),
     "personal rate": ("digits", ["algorithm.eta_p=-0.1"], ["algorithm.eta_p", "-0.1", "above 0"]),
     "tau": ("digits", ["algorithm.tau=0"], ["algorithm.tau", "0", "at least 1"]),
-    "tau a word": ("digits", ["algorithm.tau=lots"], ["algorithm.tau", "'lots'", "integer"]),
+    "tau a word": ("digits", ["algorithm.tau=lots"], ["algorithm.tau", "'lots'", "whole number"]),
     "batch": ("digits", ["algorithm.batch_size=0"], ["algorithm.batch_size", "0", "at least 1"]),
     "optimizer": ("digits", ["algorithm.optimizer=sgd"], ["algorithm.optimizer", "'sgd'", "'adam'"]),
     "near": ("digits", ["data.partition=classes-in-trun"], ["must be 'iid'", "; did you mean 'classes-in-turn'?"]),
@@ -145,8 +146,8 @@ BAD = {
         "digits", ["algorithm.optimizer=als", "algorithm.factor_steps=alternating"], ["algorithm.factor_steps"],
     ),
     "partition": ("digits", ["data.partition=random"], ["data.partition", "'random'", "'dirichlet'"]),
-    "test fraction": ("digits", ["data.test_fraction=1"], ["data.test_fraction", "1", "less than 1"]),
-    "dropout": ("digits", ["participation.dropout=1"], ["participation.dropout", "1", "less than 1"]),
+    "test fraction": ("digits", ["data.test_fraction=1"], ["data.test_fraction", "1", "below 1"]),
+    "dropout": ("digits", ["participation.dropout=1"], ["participation.dropout", "1", "below 1"]),
     "no participants": ("digits", ["participation.clients=0"], ["participation.clients", "0"]),
     "section is a value": ("digits", ["run=3"], ["--set", "'run=3'", "section.key=value"]),
     "no value": ("digits", ["run.rounds"], ["--set", "'run.rounds'", "section.key=value"]),
@@ -171,8 +172,8 @@ def test_bad_input_is_told(case: str) -> None:
         (b"[run\n", ["no valid TOML", "line 1"]),
         (b"\xff\xfe", ["no valid TOML"]),
         (b"run = 3\n", ["run: 3 given"]),
-        (b"algorithm = 3\n", ["algorithm: a single value given"]),
-        (b"algorithms = [1]\n", ["algorithm: a single value given"]),
+        (b"algorithm = 3\n", ["algorithm: 3 given", "table"]),
+        (b"algorithms = [1]\n", ["algorithms: [1] given", "tables"]),
         (b"rounds = 3\n", ["'rounds'", "Allowed", "run"]),
     ],
 )

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
-from tdpfed.config.loading import load_config, presets, to_toml
+from tdpfed.config import load_config, presets, to_toml
 from tdpfed.config.unused import advice
 from tdpfed.core.layout import Layout
 from tdpfed.models import build

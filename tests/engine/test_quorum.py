@@ -124,10 +124,10 @@ def test_a_rule_with_too_few_uploads_repeats_the_round_and_one_that_never_works_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quorum": -1}, r"participation\.quorum: -1 given, must be at least 0"),
-        ({"attempts": 0}, r"participation\.attempts: 0 given, must be at least 1"),
-        ({"below_quorum": "wait"}, r"participation\.below_quorum: unknown 'wait'"),
-        ({"sampling": "poison"}, r"participation\.sampling: unknown 'poison', did you mean 'poisson'"),
+        ({"quorum": -1}, r"quorum: -1 given.*at least 0"),
+        ({"attempts": 0}, r"attempts: 0 given.*at least 1"),
+        ({"below_quorum": "wait"}, r"below_quorum: 'wait' given"),
+        ({"sampling": "poison"}, r"sampling: 'poison' given.*did you mean 'poisson'"),
         ({"quorum": 7}, r"participation\.quorum: 7 given, must be at most 6, the clients chosen per round"),
         ({"clients": 2, "quorum": 3}, r"participation\.quorum: 3 given, must be at most 2"),
     ],

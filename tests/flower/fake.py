@@ -17,7 +17,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from safetensors.torch import load_file
 from torch import nn
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.flower import client_app, envelope
 from tdpfed.flower.private import PrivateStore

@@ -53,7 +53,7 @@ def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], 
         ({"overrides": ("data.clients=7",)}, "must be given as --nodes"),
         ({"overrides": ("model.name=lenet",)}, "a demo has its own model and data"),
         ({"overrides": ("data.augment=flip",)}, "data.augment: 'flip' given, must be 'none'"),
-        ({"overrides": ("privacy.epsilon=3",)}, "privacy.epsilon: 3.0 given, must be left out"),
+        ({"overrides": ("privacy.epsilon=3",)}, "privacy.epsilon: 3 given, must be left out"),
         ({"overrides": ("run.device=cuda",)}, "run.device: 'cuda' given, but PyTorch sees no GPU"),
     ],
 )
@@ -220,7 +220,7 @@ def test_mistakes_of_the_app_come_before_those_of_options(tmp_path: Path) -> Non
     file = tmp_path / "wards" / "pyproject.toml"
     text = file.read_text()
     file.write_text(text.replace("rounds = 10", "roundz = 10"))
-    with pytest.raises(TDPFedError, match=r"pyproject.toml: run: unknown 'roundz', did you mean 'rounds'"):
+    with pytest.raises(TDPFedError, match=r"run: unknown 'roundz', did you mean 'rounds'.*pyproject.toml"):
         plan(tmp_path / "demo", None, 1, None, app=tmp_path / "wards")
     file.write_text(text.replace("rounds = 10\n", ""))
     with pytest.raises(TDPFedError, match=r"--rounds: 'run.rounds' does not stand in the app's pyproject.toml"):

@@ -25,7 +25,7 @@ import torch
 from fake import DigitsTask, FakeGrid, run_config
 from safetensors.torch import load_file
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal

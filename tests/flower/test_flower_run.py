@@ -28,7 +28,7 @@ from fake import (
 )
 from flwr.app import Array, ArrayRecord, Message
 
-from tdpfed.config.loading import Config
+from tdpfed.config import Config
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower import envelope, load_personalized, server_app
 from tdpfed.wire import encode
@@ -559,5 +559,5 @@ def test_configurations_of_both_kinds_are_the_same(tmp_path: Path) -> None:
     from tdpfed.flower.settings import read_settings
 
     again, flower = read_settings(run_config(config, tmp_path))
-    assert again.model_copy(update={"data": config.data, "model": config.model}) == config
+    assert replace(again, data=config.data, model=config.model) == config
     assert flower.nodes == NODES

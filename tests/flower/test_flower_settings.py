@@ -13,10 +13,13 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.common.config import flatten_dict
 from torch import nn
 
-from tdpfed.errors import TDPFedError
+import own_method
+from tdpfed.config import flat
+from tdpfed.core.setting import plain
+from tdpfed.errors import CombinedError, TDPFedError
 from tdpfed.flower import envelope
 from tdpfed.flower.node import Node
-from tdpfed.flower.settings import Flower, read_settings
+from tdpfed.flower.settings import OWN_CODE, Flower, as_run_config, read_settings
 from tdpfed.flower.task import client_id, data_of, objective_of
 from tdpfed.wire import Rejected
 
@@ -68,13 +71,52 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"flower.secure_aggregation": True}, "SecAgg\\+ works only with its older client"),
         ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules look at each client"),
         ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules look at each client"),
-        ({"flower.secure_aggregation": True, "algorithm.aggregation": "act"}, "ACT composes each client's tensor"),
-        ({"flower.secure_aggregation": True, "algorithm.name": "local"}, "'local' has no common vector"),
+        (
+            {"flower.secure_aggregation": True, "algorithm.aggregation": "act"},
+            "'tdpfed' as configured needs more than the sum",
+        ),
+        (
+            {"flower.secure_aggregation": True, "algorithm.name": "local"},
+            "'local' as configured needs more than the sum",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(TDPFedError, match=words):
         read_settings(given)
+
+
+def test_a_method_of_ones_own_is_found_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_method.write(tmp_path, monkeypatch, on_path=False)
+    given = {"algorithm.name": own_method.NAME, f"algorithms.{own_method.NAME}.tau": 3}
+    with pytest.raises(TDPFedError, match="no module 'own_methods'"):
+        read_settings(given)
+    monkeypatch.setenv(OWN_CODE, str(tmp_path))
+    config, flower = read_settings(given)
+    assert (config.make_algorithm().name, config.algorithm["tau"]) == ("ditto", 3)
+    assert read_settings(flat(as_run_config(config, flower))) == (config, flower)
+    with pytest.raises(TDPFedError, match="did you mean 'lam'"):
+        read_settings({**given, "algorithm.lamm": 1.0})
+
+
+def test_everything_that_does_not_fit_is_named_at_once() -> None:
+    with pytest.raises(CombinedError) as error:
+        read_settings(
+            {
+                "rounds": 3, "flower.nodes": 0, "flower.out": "", "data.name": "mnist", "robust.attack": "alie",
+                "privacy.epsilon": 3.0, "run.rounds": 0, "algorithm.tau": 0,
+            }
+        )  # fmt: skip
+    assert [one.field for one in error.value.errors] == [
+        "configuration", "flower.nodes", "data.name", "robust.attack", "privacy.epsilon", "algorithm.tau", "run.rounds",
+    ]  # fmt: skip
+    with pytest.raises(CombinedError) as error:
+        read_settings({"flower.nodes": 2, "participation.clients": 3, "participation.quorum": 4, "robust.name": "krum"})
+    assert [one.field for one in error.value.errors] == ["participation.clients", "participation.quorum", "robust.name"]
+    with pytest.raises(TDPFedError, match="2 nodes"):
+        read_settings({"flower.nodes": 2, "flower.samples": "[1]"})
 
 
 # -- the user's task ---------------------------------------------------------------------------------------------------
@@ -209,7 +251,7 @@ def test_an_envelope_without_its_records_is_refused() -> None:
 
 def test_every_key_of_its_own_is_in_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
-    assert not [key for key in Flower.model_fields if f"| `flower.{key}` |" not in page]
+    assert not [key for key in plain(Flower()) if f"| `flower.{key}` |" not in page]
 
 
 def test_every_key_reaches_flower_as_it_was(tmp_path: Path) -> None:

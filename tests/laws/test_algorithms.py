@@ -93,7 +93,8 @@ def test_beta_mixes_the_average_into_the_old_global_model(name: str) -> None:
         algorithm = replace(simulation.algorithm, beta=beta)  # type: ignore[call-arg]
         results[beta] = algorithm.aggregate(simulation.server, uploads, weights, turn, weighted_mean)
     if name == "act":
-        key, plan = "theta", simulation.algorithm.plan  # type: ignore[attr-defined]
+        key, plan = "theta", simulation.algorithm.plan
+        assert plan is not None
         old, sent = plan.compose(simulation.server["factors"]), plan.compose(uploads["factors"])
     else:
         (key,) = uploads
@@ -130,7 +131,8 @@ def test_act_with_one_client_and_full_rank_equals_afm_exactly_in_the_first_round
         small.train(TDPFed(**small.TDPFED, ranks=ranks, aggregation=kind, act_sweeps=50), 1, data=data)
         for kind in ("afm", "act")
     ]
-    plan = runs[1].algorithm.plan  # type: ignore[attr-defined]
+    plan = runs[1].algorithm.plan
+    assert plan is not None
     composed = plan.compose(runs[0].server["factors"])
     torch.testing.assert_close(runs[1].server["theta"], composed, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(plan.compose(runs[1].server["factors"]), composed, rtol=1e-8, atol=1e-9)

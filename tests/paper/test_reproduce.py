@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tdpfed.cli import app
 from tdpfed.cli.display import grid_progress
-from tdpfed.config.loading import load_config
+from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError
 from tdpfed.paper.experiment import cells_of, choose, find, overruled, write
 from tdpfed.paper.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
@@ -46,7 +46,7 @@ def test_every_row_has_a_run_and_every_run_a_configuration_that_differs_from_all
     assert {row.run for row in rows} == set(study.runs)
     assert set(study.needed((2, 3, 4), ())) == set(study.runs)
     cells = cells_of(study, list(study.runs), None, 1)
-    assert len({cell.config.model_dump_json() for cell in cells}) == len(cells)
+    assert len({to_toml(cell.config) for cell in cells}) == len(cells)
     assert all(cell.config.run.rounds == 800 for cell in cells)
     assert {row.accuracy for row in rows if row.paper is None} == {LOCAL, PERSONAL}
     assert all(row.accuracy == GLOBAL for row in rows if row.label.startswith("FedAvg") and row.paper is not None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs import grid

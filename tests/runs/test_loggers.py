@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tdpfed.config.loading import Config, load_config
+from tdpfed.config import Config, load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.runs import loggers
 from tdpfed.runs.loggers import Loggers, scalars, settings
@@ -73,13 +73,13 @@ def test_only_numbers_are_scalars() -> None:
 def test_every_setting_with_a_value_is_a_hyper_parameter() -> None:
     found = settings(config("tensorboard"))
     assert (found["run.rounds"], found["algorithm.name"], found["algorithm.eta"]) == (8, "fedavg", 0.05)
-    assert found["run.loggers"] == "['tensorboard']"
+    assert found["run.loggers"] == '["tensorboard"]'
     assert "participation.clients" not in found
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [('["wandb"]', "'tensorboard' or 'mlflow'"), ("tensorboard", "valid list"), ("[1]", "run.loggers")],
+    [('["wandb"]', "'tensorboard' or 'mlflow'"), ("3", "a list of"), ("[1]", "run.loggers")],
 )
 def test_unknown_loggers_are_refused(given: str, words: str) -> None:
     with pytest.raises(TDPFedError, match=r"run\.loggers") as error:

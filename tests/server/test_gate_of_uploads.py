@@ -103,7 +103,7 @@ def test_what_makes_no_sense_is_refused(options: Any, words: str) -> None:
     [lambda: Attack("sleep"), lambda: Attack("noise", 2.0), lambda: Attack("noise", 0.1, -1.0)],  # type: ignore[arg-type]
 )
 def test_attacks_are_checked(make: Any) -> None:
-    with pytest.raises(TDPFedError, match=r"robust\.attack"):
+    with pytest.raises(TDPFedError, match="must be"):
         make()
 
 

@@ -319,22 +319,22 @@ class TestAccountant:
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("clip", 0.0, "finite and above 0"),
-        ("clip", -1.0, "finite and above 0"),
-        ("clip", math.inf, "finite and above 0"),
-        ("clip", "median", "finite and above 0"),
-        ("noise", 0.0, "at least 0.001 and at most 1e6"),
+        ("clip", 0.0, "finite number above 0"),
+        ("clip", -1.0, "finite number above 0"),
+        ("clip", math.inf, "finite number above 0"),
+        ("clip", "median", "finite number above 0"),
+        ("noise", 0.0, "at least 0.001 and at most 1,000,000"),
         ("noise", 9e-4, "at least 0.001"),
-        ("noise", 2e6, "at most 1e6"),
+        ("noise", 2e6, "at most 1,000,000"),
         ("noise", math.nan, "at least 0.001"),
         ("delta", 0.0, "at least 1e-10 and below 1"),
         ("delta", 1e-11, "at least 1e-10"),
         ("delta", 1.0, "below 1"),
-        ("epsilon", 0.0, "finite and above 0"),
-        ("epsilon", math.inf, "finite and above 0"),
+        ("epsilon", 0.0, "finite number above 0"),
+        ("epsilon", math.inf, "finite number above 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(field: str, value: Any, allowed: str) -> None:
     with pytest.raises(TDPFedError, match=allowed) as caught:
         Privacy(**{"clip": 1.0, "noise": 1.0, field: value})
-    assert str(caught.value).startswith(f"privacy.{field}: {value!r} given, must be ")
+    assert str(caught.value).startswith(f"{field}: {value!r} given, must be ")

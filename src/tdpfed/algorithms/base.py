@@ -6,20 +6,23 @@ the same lines compute K clients at once. No function changes its arguments. Loc
 :class:`~tdpfed.core.local.LocalWork`, the server's averages through :class:`Average`.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform
 
 import torch
 from torch import Tensor
 
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
+from tdpfed.core.setting import check, setting, settings_of
 from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError
+
+hyper = setting
+"""Declare a hyper-parameter: ``hyper(default, meaning, above=, least=, most=, below=)``."""
 
 Update = tuple[State, State, State]
 """What a client's round gives: its new private state, its upload, and metrics (``loss`` at least)."""
@@ -36,13 +39,6 @@ class Average(Protocol):
         ``through`` maps the uploads ``(S, m)`` to what is averaged, ``(S, n)``. ``sent`` ``(S, n)`` is 1 where a client
         sent a coordinate and 0 where it did not; a coordinate that nobody sent averages to 0.
         """
-
-
-def hyper(
-    default: Any, doc: str, *, above: float | None = None, least: float | None = None, most: float | None = None
-) -> Any:
-    """Declare a hyper-parameter: its default, what it means and the range it must lie in."""
-    return field(default=default, metadata={"doc": doc, "above": above, "least": least, "most": most})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -72,14 +68,12 @@ class Algorithm(ABC):
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for item in self.hyper_parameters():
-            check_hyper(item, hints[item.name], getattr(self, item.name))
+        check(self)
 
     @classmethod
     def hyper_parameters(cls) -> list[Field[Any]]:
         """Return the fields a user sets."""
-        found = [item for item in fields(cls) if "bound" not in item.metadata]
+        found = settings_of(cls)
         for item in found:
             if "doc" not in item.metadata:
                 raise TypeError(
@@ -182,38 +176,3 @@ class Algorithm(ABC):
     @abstractmethod
     def global_model(self, server: State) -> Tensor | None:
         """Return the parameters the server would ship; None if there are none."""
-
-
-_KINDS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    int: (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-    float: (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        "a finite number",
-    ),
-    tuple[str, ...]: (
-        lambda value: isinstance(value, tuple | list) and all(isinstance(pattern, str) for pattern in value),
-        "a list of patterns",
-    ),
-    Mapping[str, int] | None: (lambda value: value is None or isinstance(value, Mapping), "a table of ranks"),
-}
-
-
-def check_hyper(item: Field[Any], hint: Any, value: Any) -> None:
-    """Refuse a value outside its hyper-parameter's type and range."""
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise unknown(item.name, value, map(str, get_args(hint)))
-        return
-    fits, kind = _KINDS.get(hint, (lambda _: True, ""))
-    if not fits(value):
-        raise TDPFedError(f"{item.name}: {value!r} given, must be {kind}")
-    above, least, most = (item.metadata.get(bound) for bound in ("above", "least", "most"))
-    limits = [
-        text
-        for text, given in ((f"above {above}", above), (f"at least {least}", least), (f"at most {most}", most))
-        if given is not None
-    ]
-    inside = (above is None or value > above, least is None or value >= least, most is None or value <= most)
-    if not all(inside):
-        raise TDPFedError(f"{item.name}: {value!r} given, must be {' and '.join(limits)}")

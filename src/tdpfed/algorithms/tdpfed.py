@@ -16,7 +16,7 @@ from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.core.local import FactorRule, Factors, LocalWork, Near
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import wrong
 
 
 class TDPFed(Algorithm):
@@ -52,14 +52,12 @@ class TDPFed(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer == "als" and self.factor_steps == "alternating":
-            raise TDPFedError(
-                "factor_steps: 'alternating' given, must be 'joint' with optimizer 'als', which alternates itself"
-            )
+            raise wrong("factor_steps", "alternating", "'joint' with optimizer 'als', which alternates itself")
         if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
-            raise TDPFedError(
-                "optimizer_state: 'run' given, must be 'round' or 'local-round' with optimizer 'als', which has no "
-                "state, and with factor_steps 'alternating', whose state is of the factor in turn"
-            )
+            raise wrong(
+                "optimizer_state", "run", "'round' or 'local-round' with optimizer 'als', which has no state, and with "
+                "factor_steps 'alternating', whose state is of the factor in turn",
+            )  # fmt: skip
 
     @cached_property
     def plan(self) -> FactorPlan:

@@ -13,7 +13,7 @@ import typer
 import tdpfed
 from tdpfed.cli import flower, runs, tools
 from tdpfed.cli.base import app
-from tdpfed.errors import CombinedError, TDPFedError
+from tdpfed.errors import TDPFedError, each
 
 __all__ = ["app", "flower", "main", "runs", "tools"]
 
@@ -23,7 +23,7 @@ def main() -> None:
     try:
         app(prog_name="tdpfed")
     except TDPFedError as error:
-        _fail(*(error.lines if isinstance(error, CombinedError) else [str(error)]))
+        _fail(*map(str, each(error)))
     except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
         import torch
 

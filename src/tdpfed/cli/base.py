@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,10 +35,23 @@ DataRoot = Annotated[
 ]
 
 
-def find_own_code(*models: str) -> None:
-    """Let ``package.module:factory`` be found in the working directory, after everything that is installed."""
-    if any(":" in model for model in models):
+def find_own_code(*names: str) -> None:
+    """Let ``package.module:name`` be found in the working directory, after everything that is installed."""
+    if any(":" in name for name in names):
+        search_here()
+
+
+def search_here() -> None:
+    """Look for modules in the working directory, too, after everything that is installed."""
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
+
+def find_code_of(source: str, overrides: Sequence[str] | None = None) -> None:
+    """Let the methods and the model that a configuration names as ``package.module:name`` be found likewise."""
+    from tdpfed.config.loading import own_code, raw_config
+
+    find_own_code(*own_code(raw_config(source, overrides)))
 
 
 def tell(lines: Iterable[str]) -> None:

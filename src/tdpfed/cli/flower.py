@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tdpfed.cli.base import Json, Set, app, print_json, tell
+from tdpfed.cli.base import Json, Set, app, find_own_code, print_json, tell
 from tdpfed.errors import TDPFedError
 
 flower = typer.Typer(
@@ -76,7 +76,7 @@ def demo(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="tdpfed (default), fedavg, fedavg_sar, pfedme, perfedavg or local; with --app as the app has it.",
+            help="A method as in tdpfed compare; the default of tdpfed keys, or with --app as the app has it.",
         ),
     ] = None,
     set_: Set = None,
@@ -103,6 +103,7 @@ def demo(
     from tdpfed.cli.display import percent, summary_table
     from tdpfed.flower.demo import plan, run_demo
 
+    find_own_code(algorithm or "")
     asked = plan(out, nodes, rounds, algorithm, set_ or (), own, node_config, insecure)
     work = asked.work
     try:

@@ -1,8 +1,6 @@
 """Commands that run things, and the one that shows what came out."""
 
-import os
 import shlex
-import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_own_code, print_json, tell
+from tdpfed.cli.base import (
+    DataRoot,
+    Json,
+    Set,
+    Source,
+    app,
+    find_code_of,
+    find_own_code,
+    print_json,
+    search_here,
+    tell,
+)  # fmt: skip
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
@@ -36,8 +45,9 @@ def run(
     In several processes: torchrun --nproc-per-node 2 -m tdpfed run ..., with the same numbers.
     """
     from tdpfed.cli.display import no_progress, progress, summary_table
-    from tdpfed.config.loading import load_config
+    from tdpfed.config import load_config
     from tdpfed.engine.ranks import joined
+    from tdpfed.runs.folder import file_name
     from tdpfed.runs.grid import begin_seeds, has_seeds
     from tdpfed.runs.session import Session
 
@@ -45,17 +55,17 @@ def run(
         if resume is not None:
             if source is not None or set_ or out is not None:
                 raise TDPFedError("--resume: goes on as configured, so no preset, --set or --out may be given with it")
-            sys.path.append(os.getcwd())
+            search_here()
             if has_seeds(resume):
                 ranks.alone("a run of several seeds")
                 return _run_seeds(resume, data_root, json_)
             session = Session.resume(resume, data_root, ranks)
         else:
             with ranks.agreement():
+                find_code_of(source or "digits", set_)
                 config = load_config(source or "digits", set_)
-            find_own_code(config.model.name)
-            algorithm, now = config.algorithm["name"], datetime.now()
-            name = f"{Path(source or config.data.name).stem}-{algorithm}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
+            method, now = file_name(config.method_name), datetime.now()
+            name = f"{Path(source or config.data.name).stem}-{method}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
             if config.run.seeds > 1:
                 ranks.alone("run.seeds above 1")
                 return _run_seeds(begin_seeds(config, out or Path("runs") / name), data_root, json_)
@@ -80,8 +90,12 @@ def run(
 def compare(
     source: Source = None,
     algorithms: Annotated[
-        str, typer.Option(metavar="A,B,...", help="The methods; all: tdpfed,fedavg,fedavg_sar,pfedme,perfedavg,local.")
-    ] = "tdpfed,pfedme,fedavg,local",
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="The methods: names that tdpfed keys lists under algorithm.name, or your own as package.module:Class.",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds, from run.seed on.")] = 3,
     sweep: Annotated[
         list[str] | None,
@@ -98,10 +112,14 @@ def compare(
     json_: Json = False,
 ) -> None:
     """Run methods side by side over several seeds, or go on with that; end with a table and a page."""
+    from tdpfed.algorithms import COMPARED
     from tdpfed.report.compare import cells_of, check_target
 
     check_target(target)
-    cells, notes = cells_of(source or "digits", algorithms, seeds, sweep or [], set_ or [])
+    names = ",".join(COMPARED) if algorithms is None else algorithms
+    find_own_code(names)
+    find_code_of(source or "digits", set_)
+    cells, notes = cells_of(source or "digits", names, seeds, sweep or [], set_ or [])
     tell(f"note: {note}" for note in notes)
     find_own_code(*(cell.config.model.name for cell in cells))
     folder = out or Path("runs") / f"compare-{Path(source or 'digits').stem}"

@@ -20,13 +20,20 @@ app.add_typer(data, name="data")
 
 @app.command()
 def keys(
-    algorithm: Annotated[str, typer.Argument(metavar="[ALGORITHM]", help="Whose hyper-parameters to list.")] = "tdpfed",
+    algorithm: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ALGORITHM]", help="Whose hyper-parameters to list; your own method as package.module:Class."
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """List every key of the configuration: what it may be, its default and its meaning."""
+    from tdpfed.algorithms import DEFAULT
     from tdpfed.config.keys import describe
 
-    found = describe(algorithm)
+    find_own_code(algorithm or "")
+    found = describe(algorithm or DEFAULT)
     if json_:
         print_json(
             {key.name: {"allowed": key.allowed, "default": key.default, "meaning": key.meaning} for key in found}
@@ -49,7 +56,7 @@ def preset(
     json_: Json = False,
 ) -> None:
     """Print a preset as TOML, to begin a file of your own with; or list the presets."""
-    from tdpfed.config.loading import preset_text, presets
+    from tdpfed.config import preset_text, presets
 
     if name is not None:
         text = preset_text(name)

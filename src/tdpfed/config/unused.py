@@ -6,8 +6,8 @@ None of this is an error. A run says it before it starts, so that nobody takes t
 from collections.abc import Iterator
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.config.loading import Config
-from tdpfed.config.sections import Section
+from tdpfed.config.sections import SECTIONS, Config
+from tdpfed.core.setting import default_of, settings_of
 
 NEAR = 0.8
 """Share of the compression asked for below which it counts as missed; whole ranks and biases cost a little anyway."""
@@ -22,7 +22,6 @@ def _idle(config: Config) -> Iterator[str]:
     """Yield settings that count only with another one, which is not there."""
     data, robust, privacy = config.data, config.robust, config.privacy
     dealt = ("classes", "classes-in-turn")
-    private = privacy.clip is not None and privacy.noise is not None
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
         ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes' or 'classes-in-turn'"),
@@ -36,10 +35,10 @@ def _idle(config: Config) -> Iterator[str]:
         ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),
         ("robust.attack_fraction", robust.attack is not None, "robust.attack"),
         ("robust.attack_strength", robust.attack is not None, "robust.attack"),
-        ("privacy.delta", private, "privacy.clip and privacy.noise"),
+        ("privacy.delta", privacy.asked is not None, "privacy.clip and privacy.noise"),
     ):
         section, _, name = key.partition(".")
-        if not counts and _given(getattr(config, section), name):
+        if not counts and _given(config, section, name):
             yield f"{key}: {getattr(getattr(config, section), name)!r} given, which counts only with {needed}"
 
 
@@ -64,9 +63,9 @@ def _unmet(algorithm: Algorithm) -> Iterator[str]:
         yield f"algorithm.compression: {asked:g} given, the model comes to {rate:.3g}: {why}"
 
 
-def _given(section: Section, name: str) -> bool:
+def _given(config: Config, section: str, name: str) -> bool:
     """Whether a value is the user's own: no default, or written out in a file that is not a resolved one."""
-    fields = type(section).model_fields
-    resolved = {key for key, field in fields.items() if field.default is not None} <= section.model_fields_set
-    typed = name in section.model_fields_set and not resolved
-    return getattr(section, name) != fields[name].default or typed
+    defaults = {item.name: default_of(item) for item in settings_of(SECTIONS[section])}
+    resolved = all(f"{section}.{key}" in config.given for key, default in defaults.items() if default is not None)
+    typed = f"{section}.{name}" in config.given and not resolved
+    return bool(getattr(getattr(config, section), name) != defaults[name]) or typed

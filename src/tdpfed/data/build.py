@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,8 +12,9 @@ from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
 from tdpfed.errors import TDPFedError, unknown
 
-PARTITIONS = ("iid", "classes", "classes-in-turn", "dirichlet", "natural")
-SPLITS = ("client", "official")
+Partition = Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"]
+Split = Literal["client", "official"]
+PARTITIONS, SPLITS = get_args(Partition), get_args(Split)
 
 
 def make_federation(
@@ -56,7 +57,7 @@ def make_federation(
     kind = partition or ("classes" if data.owner is None else "natural")
     if size_skew is not None and kind in ("dirichlet", "natural"):
         raise TDPFedError(
-            f"size_skew: {size_skew!r} with partition {kind!r}; allowed: with iid, classes, classes-in-turn"
+            f"{size_skew!r} with partition {kind!r}; allowed: with iid, classes, classes-in-turn", field="size_skew"
         )
     if kind == "natural":
         parts = _natural(data, clients, seed)
@@ -67,7 +68,9 @@ def make_federation(
     if (split or ("official" if own_mask else "client")) == "client":
         pairs = deal.split(parts, test_fraction, seed)
     elif data.official_test is None:
-        raise TDPFedError(f"split: 'official' for {data.name!r}, which has no official test part; allowed: client")
+        raise TDPFedError(
+            f"'official' for {data.name!r}, which has no official test part; allowed: client", field="split"
+        )
     else:
         pairs = deal.split_official(parts, data.official_test)
     return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
@@ -96,13 +99,16 @@ def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
     """The data's own clients: all of them, or as many as asked, drawn by the seed."""
     if data.owner is None:
         raise TDPFedError(
-            f"partition: 'natural' for {data.name!r}, which has no natural clients; allowed: "
-            f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}"
+            f"'natural' for {data.name!r}, which has no natural clients; allowed: "
+            f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}",
+            field="partition",
         )
     parts = deal.natural(data.owner)
     if clients is None:
         return parts
     if not 1 <= clients <= len(parts):
-        raise TDPFedError(f"clients: {clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}")
+        raise TDPFedError(
+            f"{clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}", field="clients"
+        )
     chosen = deal.generator(seed).choice(len(parts), clients, replace=False)
     return [parts[k] for k in sorted(chosen)]

@@ -6,7 +6,7 @@ from all clients' training samples and from nothing else.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from tdpfed.data.formats import count_classes
 from tdpfed.data.partition import Parts
 from tdpfed.errors import TDPFedError, unknown
 
-NORMALIZE = ("standard", "feature", "unit", "none")
-AUGMENT = ("none", "flip", "flip-shift")
+Normalize = Literal["standard", "feature", "unit", "none"]
+Augment = Literal["none", "flip", "flip-shift"]
+NORMALIZE, AUGMENT = get_args(Normalize), get_args(Augment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Federation:
         if kind != "none" and len(self.input_shape) != 3:
             shape = self.input_shape
             raise TDPFedError(
-                f"augment: {kind!r} for samples of shape {shape}; allowed: for images (channels, H, W) only"
+                f"{kind!r} for samples of shape {shape}; allowed: for images (channels, H, W) only", field="augment"
             )
         return replace(self, augment=kind)
 
@@ -93,7 +94,7 @@ class Federation:
     def client(self, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return views of client k's x_train, y_train, x_test, y_test."""
         if not 0 <= k < self.clients:
-            raise TDPFedError(f"client: {k!r}; allowed: 0 to {self.clients - 1}")
+            raise TDPFedError(f"{k!r}; allowed: 0 to {self.clients - 1}", field="client")
         train = slice(int(self.train_start[k]), int(self.train_start[k] + self.train_size[k]))
         test = slice(int(self.test_start[k]), int(self.test_start[k] + self.test_size[k]))
         return self.x[train], self.y[train], self.x[test], self.y[test]
@@ -131,16 +132,17 @@ class Federation:
         ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
         mask = None if test_mask is None else torch.as_tensor(test_mask).cpu().numpy()
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise TDPFedError(f"y: {y.dtype}; allowed: whole numbers")
+            raise TDPFedError(f"{y.dtype}; allowed: whole numbers", field="y")
         if mask is not None and mask.dtype != np.bool_:
-            raise TDPFedError(f"test_mask: {mask.dtype}; allowed: bool")
+            raise TDPFedError(f"{mask.dtype}; allowed: bool", field="test_mask")
         for field, values in (("y", y), ("client_ids", ids), ("test_mask", mask)):
             if values is not None and tuple(values.shape) != tuple(x.shape[:1]):
                 raise TDPFedError(
-                    f"{field}: shape {tuple(values.shape)}; allowed: one value for each of the {len(x)} samples of x"
+                    f"shape {tuple(values.shape)}; allowed: one value for each of the {len(x)} samples of x",
+                    field=field,
                 )
         if len(x) == 0:
-            raise TDPFedError("x: no samples; allowed: 1 or more")
+            raise TDPFedError("no samples; allowed: 1 or more", field="x")
         owned = partition.natural(ids)
         parts = partition.split(owned, test_fraction, seed) if mask is None else partition.split_official(owned, mask)
         classes = count_classes(y.numpy(force=True)) if classes is None else classes
@@ -152,12 +154,14 @@ class Federation:
     ) -> Self:
         _floating(dtype)
         if x.ndim < 2 or x.is_complex():
-            raise TDPFedError(f"x: {x.dtype} of shape {tuple(x.shape)}; allowed: real numbers of shape (samples, ...)")
+            raise TDPFedError(
+                f"{x.dtype} of shape {tuple(x.shape)}; allowed: real numbers of shape (samples, ...)", field="x"
+            )
         if not parts:
-            raise TDPFedError("clients: 0; allowed: 1 or more")
+            raise TDPFedError("0; allowed: 1 or more", field="clients")
         y = y.to(x.device).long()
         if not 0 <= int(y.min()) <= int(y.max()) < classes:
-            raise TDPFedError(f"y: labels from {y.min()} to {y.max()}; allowed: 0 to {classes - 1}")
+            raise TDPFedError(f"labels from {y.min()} to {y.max()}; allowed: 0 to {classes - 1}", field="y")
         sizes = torch.tensor([[len(train), len(test)] for train, test in parts], device=x.device)
         for k, count in enumerate(sizes[:, 0].tolist()):
             if count == 0:
@@ -180,7 +184,7 @@ class Federation:
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point:
-        raise TDPFedError(f"dtype: {dtype}; allowed: a floating-point type")
+        raise TDPFedError(f"{dtype}; allowed: a floating-point type", field="dtype")
     return dtype
 
 
@@ -199,7 +203,7 @@ def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: t
     else:
         x = x.to(work)[index]
         if not x.isfinite().all():
-            raise TDPFedError(f"x: NaN, infinite or beyond {work}; allowed: finite numbers")
+            raise TDPFedError(f"NaN, infinite or beyond {work}; allowed: finite numbers", field="x")
     if normalize in ("standard", "feature"):
         others = [d for d in range(x.ndim) if d != 1] if normalize == "standard" else [0]
         train = x[:trained]
@@ -208,6 +212,7 @@ def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: t
         x = x.sub_(mean).div_(torch.where(constant, 1.0, variance.sqrt()))
     elif normalize == "unit" and (x.min() < 0 or x.max() > 1):
         raise TDPFedError(
-            f"normalize: 'unit' with values from {x.min():g} to {x.max():g}; allowed: bytes or values from 0 to 1"
+            f"'unit' with values from {x.min():g} to {x.max():g}; allowed: bytes or values from 0 to 1",
+            field="normalize",
         )
     return x.to(dtype)

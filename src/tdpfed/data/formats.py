@@ -63,8 +63,9 @@ def count_classes(labels: Array) -> int:
     count = int(labels.max()) + 1
     if count > max(2, labels.size):
         raise TDPFedError(
-            f"y: labels up to {count - 1} for {labels.size} samples; allowed: 0 to one less than the number of classes "
-            "(name that number if there really are so many)"
+            f"labels up to {count - 1} for {labels.size} samples; allowed: 0 to one less than the number of classes "
+            "(name that number if there really are so many)",
+            field="y",
         )
     return count
 

@@ -23,7 +23,7 @@ _REDRAWS = 100
 def generator(seed: int, *stream: int) -> np.random.Generator:
     """Return the generator of a seed; different streams of one seed are independent."""
     if seed < 0:
-        raise TDPFedError(f"seed: {seed!r}; allowed: 0 or more")
+        raise TDPFedError(f"{seed!r}; allowed: 0 or more", field="seed")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)))
 
 
@@ -56,12 +56,15 @@ def classes(
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
     if per_client not in range(1, len(names) + 1):
-        raise TDPFedError(f"classes per client: {per_client!r}; allowed: 1 to {len(names)}, the classes there are")
+        raise TDPFedError(
+            f"{per_client!r}; allowed: 1 to {len(names)}, the classes there are", field="classes per client"
+        )
     need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
     if clients < need:
         raise TDPFedError(
-            f"clients: {clients!r} with {per_client} classes each{' in turn' if in_turn else ''} leave some of "
-            f"{len(names)} classes to nobody; allowed: {need} clients or more"
+            f"{clients!r} with {per_client} classes each{' in turn' if in_turn else ''} leave some of "
+            f"{len(names)} classes to nobody; allowed: {need} clients or more",
+            field="clients",
         )
     rng = generator(seed)
     holders: list[list[int]] = [[] for _ in names]
@@ -75,8 +78,9 @@ def classes(
         members = np.flatnonzero(labels == name)
         if len(members) < least * len(group):
             raise TDPFedError(
-                f"clients: {clients!r} put {len(group)} clients on class {name}, which has {len(members)} samples; "
-                f"allowed: so many that each gets {least}"
+                f"{clients!r} put {len(group)} clients on class {name}, which has {len(members)} samples; "
+                f"allowed: so many that each gets {least}",
+                field="clients",
             )
         sizes = _apportion(len(members), _shares(rng, len(group), size_skew), least)
         for k, part in zip(group, _deal(rng.permutation(members), sizes), strict=True):
@@ -97,7 +101,7 @@ def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_s
     """
     _check(labels, clients, 0.0, min_samples)
     if not 0 < alpha < np.inf:
-        raise TDPFedError(f"dirichlet alpha: {alpha!r}; allowed: a number above 0")
+        raise TDPFedError(f"{alpha!r}; allowed: a number above 0", field="dirichlet alpha")
     rng = generator(seed)
     members = [np.flatnonzero(labels == name) for name in np.unique(labels)]
     for _ in range(_REDRAWS):
@@ -108,8 +112,9 @@ def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_s
     else:
         poorest = int(counts.sum(0).argmin())
         raise TDPFedError(
-            f"min_samples: {min_samples!r} not reached in {_REDRAWS} draws of dirichlet alpha {alpha!r}: client "
-            f"{poorest} got {counts.sum(0)[poorest]}; allowed: a smaller min_samples, fewer clients or a larger alpha"
+            f"{min_samples!r} not reached in {_REDRAWS} draws of dirichlet alpha {alpha!r}: client "
+            f"{poorest} got {counts.sum(0)[poorest]}; allowed: a smaller min_samples, fewer clients or a larger alpha",
+            field="min_samples",
         )
     dealt = [_deal(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
     return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
@@ -124,7 +129,7 @@ def natural(owner: NDArray[Any]) -> list[Indices]:
 def numbered(ids: NDArray[Any]) -> Indices:
     """Return the ids, whole numbers or strings, as 0 to K - 1 in their order."""
     if ids.dtype.kind not in "iuUSO":
-        raise TDPFedError(f"client ids: {ids.dtype}; allowed: whole numbers or strings")
+        raise TDPFedError(f"{ids.dtype}; allowed: whole numbers or strings", field="client ids")
     return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
 
@@ -134,10 +139,12 @@ def bounded(
     """Refuse clients of fewer than ``min_samples``; draw ``max_samples`` from those that have more."""
     _positive(min_samples)
     if max_samples is not None and max_samples < min_samples:
-        raise TDPFedError(f"max_samples: {max_samples!r}; allowed: {min_samples} (min_samples) or more")
+        raise TDPFedError(f"{max_samples!r}; allowed: {min_samples} (min_samples) or more", field="max_samples")
     for k, part in enumerate(parts):
         if len(part) < min_samples:
-            raise TDPFedError(f"min_samples: client {k} has {len(part)} samples; allowed: {min_samples} or more")
+            raise TDPFedError(
+                f"client {k} has {len(part)} samples; allowed: {min_samples} or more", field="min_samples"
+            )
     if max_samples is None:
         return list(parts)
     return [
@@ -152,7 +159,7 @@ def split(parts: Sequence[Indices], test_fraction: float = 0.25, seed: int = 0) 
     A client of two samples or more has both kinds; with ``test_fraction`` 0 nobody has test samples.
     """
     if not 0 <= test_fraction < 1:
-        raise TDPFedError(f"test_fraction: {test_fraction!r}; allowed: 0 or more, below 1")
+        raise TDPFedError(f"{test_fraction!r}; allowed: 0 or more, below 1", field="test_fraction")
     pairs = []
     for k, part in enumerate(parts):
         order = generator(seed, _SPLIT, k).permutation(part)
@@ -179,16 +186,17 @@ def _check(labels: NDArray[Any], clients: int, size_skew: float, min_samples: in
     _positive(min_samples)
     if not 1 <= clients <= len(labels) // min_samples:
         raise TDPFedError(
-            f"clients: {clients!r}; allowed: 1 to {len(labels) // min_samples}, for {len(labels)} samples and at "
-            f"least {min_samples} each"
+            f"{clients!r}; allowed: 1 to {len(labels) // min_samples}, for {len(labels)} samples and at "
+            f"least {min_samples} each",
+            field="clients",
         )
     if not 0 <= size_skew <= 10:
-        raise TDPFedError(f"size_skew: {size_skew!r}; allowed: 0 (equal) to 10")
+        raise TDPFedError(f"{size_skew!r}; allowed: 0 (equal) to 10", field="size_skew")
 
 
 def _positive(min_samples: int) -> None:
     if min_samples < 1:
-        raise TDPFedError(f"min_samples: {min_samples!r}; allowed: 1 or more")
+        raise TDPFedError(f"{min_samples!r}; allowed: 1 or more", field="min_samples")
 
 
 def _shares(rng: np.random.Generator, count: int, sigma: float) -> NDArray[np.float64]:

@@ -28,13 +28,13 @@ def synthetic(
     for field, value in given.items():
         whole = field not in ("alpha", "beta")
         if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise TDPFedError(f"{field}: {value!r}; allowed: a {'whole ' if whole else ''}number")
+            raise TDPFedError(f"{value!r}; allowed: a {'whole ' if whole else ''}number", field=f"options.{field}")
     for field, variance in (("alpha", alpha), ("beta", beta)):
         if not 0 <= variance < np.inf:
-            raise TDPFedError(f"{field}: {variance!r}; allowed: a variance of 0 or more")
+            raise TDPFedError(f"{variance!r}; allowed: a variance of 0 or more", field=f"options.{field}")
     for field, count, least in (("clients", clients, 1), ("dimension", dimension, 1), ("classes", classes, 2)):
         if count < least:
-            raise TDPFedError(f"{field}: {count!r}; allowed: {least} or more")
+            raise TDPFedError(f"{count!r}; allowed: {least} or more", field=f"options.{field}")
     parts = [_client(generator(seed, k), alpha, beta, dimension, classes) for k in range(clients)]
     owner = np.repeat(np.arange(clients), [len(y) for _, y in parts])
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]), owner

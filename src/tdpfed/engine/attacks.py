@@ -7,7 +7,7 @@ the tensor they compose to as it was, which no check of that tensor can see.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
 from typing import Literal, get_args
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core.draws import Stream, choose, key, permute, uniform
+from tdpfed.core.setting import check, setting
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data.federation import Federation
@@ -31,6 +32,18 @@ STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "g
 
 HIGHEST = NormalDist().cdf(3)
 """The quantile ALIE goes to at most: where attackers need no cover they send three deviations."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Which share of the clients is hostile, and how."""
+
+    kind: Kind = setting(doc="what hostile clients do in simulation")
+    fraction: float = setting(0.2, "share of the clients that is hostile", least=0, most=1)
+    strength: float | None = setting(None, "how strong the attack is; its own by default", above=0)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def attackers(seed: int, clients: int, fraction: float) -> Tensor:

@@ -1,5 +1,7 @@
 """What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
 
+from typing import get_args
+
 import torch
 from torch import nn
 
@@ -7,10 +9,11 @@ from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.objective import Objective, cross_entropy
 from tdpfed.core.state import Turn
 from tdpfed.data.federation import Federation
+from tdpfed.engine.attacks import Attack
+from tdpfed.engine.precision import Precision
 from tdpfed.engine.ranks import ALONE, Ranks
-from tdpfed.engine.runners import FINITE, Updates
-from tdpfed.errors import TDPFedError, unknown
-from tdpfed.server.gate import Attack
+from tdpfed.engine.runners import FINITE, RunnerName, Updates
+from tdpfed.errors import TDPFedError, raise_all, unknown, wrong
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule
 from tdpfed.server.round import diverged
@@ -45,41 +48,60 @@ def check_settings(
     evaluate_clients: int | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Refuse settings outside their range, or that this number of clients cannot meet."""
-    for field, given, allowed in (
-        ("runner", runner, ("batched", "loop")), ("precision", precision, ("float32", "tf32", "bf16")),
-    ):  # fmt: skip
-        if given not in allowed:
-            raise unknown(field, given, allowed)
-    if not 0 <= seed < 2**63:
-        raise TDPFedError(f"seed: {seed} given, must be 0 or more")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise TDPFedError(f"chunk: {chunk!r} given, must be a whole number of at least 1, or None for as many as fit")
-    if evaluate_clients is not None and not 1 <= evaluate_clients <= clients:
-        raise TDPFedError(
-            f"run.evaluate_clients: {evaluate_clients} given, must be at least 1 and at most {clients}, "
-            "the number of clients"
+    """Refuse settings outside their range, or that this number of clients cannot meet; all errors together."""
+    errors: list[TDPFedError] = [
+        unknown(field, given, allowed)
+        for field, given, allowed in (
+            ("runner", runner, get_args(RunnerName)), ("precision", precision, get_args(Precision)),
         )
-    if ranks.world > clients:
-        raise TDPFedError(f"torchrun: {ranks.world} processes given, must be at most {clients}, the number of clients")
+        if given not in allowed
+    ]  # fmt: skip
     most = clients if participation.clients is None else participation.clients
-    for field, value, limit, whose in (
-        ("clients", participation.clients, clients, "the number of clients"),
-        ("quorum", participation.quorum, most, "the clients chosen per round"),
-    ):
-        if value is not None and value > limit:
-            raise TDPFedError(f"participation.{field}: {value} given, must be at most {limit}, {whose}")
-    if not rule.enough(most):
-        raise TDPFedError(
-            f"robust.name: {rule.name!r} given, which with fraction {rule.fraction:g}, byzantine {rule.byzantine} and "
-            f"keep {rule.keep} cannot work with the {most} clients of a round"
+    whole = isinstance(chunk, int) and not isinstance(chunk, bool)
+    evaluated = clients if evaluate_clients is None else evaluate_clients
+    for field, value, bad, allowed in (
+        ("seed", seed, not 0 <= seed < 2**63, "0 or more"),
+        (
+            "chunk", chunk, chunk is not None and not (whole and chunk >= 1),
+            "a whole number of at least 1, or None for as many as fit",
+        ),
+        (
+            "run.evaluate_clients", evaluate_clients, not 1 <= evaluated <= clients,
+            f"at least 1 and at most {clients}, the number of clients",
+        ),
+        (
+            "participation.clients", participation.clients, most > clients,
+            f"at most {clients}, the number of clients",
+        ),
+        (
+            "participation.quorum", participation.quorum, participation.quorum > most,
+            f"at most {most}, the clients chosen per round",
+        ),
+    ):  # fmt: skip
+        if bad:
+            errors.append(wrong(field, value, allowed))
+    if ranks.world > clients:
+        errors.append(
+            TDPFedError(
+                f"{ranks.world} processes given, must be at most {clients}, the number of clients", field="torchrun"
+            )
         )
+    if not rule.enough(most):
+        errors.append(
+            TDPFedError(
+                f"{rule.name!r} given, which with fraction {rule.fraction:g}, byzantine {rule.byzantine} and "
+                f"keep {rule.keep} cannot work with the {most} clients of a round",
+                field="robust.name", value=rule.name,
+            )
+        )  # fmt: skip
+    raise_all(errors)
 
 
 def check_privacy(
     algorithm: Algorithm, participation: Participation, rule: Rule, attack: Attack | None, clients: int
 ) -> None:
-    """Refuse what the accounting of differential privacy does not cover, with the reason."""
+    """Refuse what the accounting of differential privacy does not cover, with the reasons; all errors together."""
+    errors = []
     few = participation.clients is not None and participation.clients < clients
     for field, value, bad, allowed, why in (
         ("algorithm.name", algorithm.name, not algorithm.communicates, "one that sends", "nothing is released"),
@@ -107,7 +129,8 @@ def check_privacy(
         ),
     ):  # fmt: skip
         if bad:
-            raise TDPFedError(f"{field}: {value!r} given, must be {allowed} with privacy: {why}")
+            errors.append(wrong(field, value, f"{allowed} with privacy: {why}"))
+    raise_all(errors)
 
 
 def check_model(objective: Objective, data: Federation) -> None:

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.objective import Loss, cross_entropy
 from tdpfed.data.federation import Federation
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.precision import Precision
 from tdpfed.engine.runners import RunnerName
 from tdpfed.engine.simulation import EVERYBODY, MEAN, Simulation
 from tdpfed.engine.store import Place
-from tdpfed.server.gate import Attack
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy
 from tdpfed.server.records import Record

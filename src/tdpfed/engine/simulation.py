@@ -16,7 +16,7 @@ from tdpfed.core.objective import Loss, Objective, cross_entropy
 from tdpfed.core.state import State, Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
-from tdpfed.engine.attacks import attackers, flip_labels
+from tdpfed.engine.attacks import Attack, attackers, flip_labels
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.ranks import ALONE, Ranks
@@ -25,7 +25,7 @@ from tdpfed.engine.runners import Runner, RunnerName, Updates
 from tdpfed.engine.store import Place, Store
 from tdpfed.engine.uplink import Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import Attack, check_gauge
+from tdpfed.server.gate import check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.records import Ledger, Record, due
@@ -76,7 +76,7 @@ class Simulation:
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
         self.uplink = Uplink(self.algorithm, federation.clients, seed, codec, attack)
-        check_gauge(self.algorithm, rule, attack)
+        check_gauge(self.algorithm, rule)
         if diagnostics is not None:
             defined_for(self.algorithm)
             if ranks.world > 1:

@@ -6,8 +6,8 @@ from typing import get_args
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine import attacks
-from tdpfed.errors import unknown
-from tdpfed.server.gate import Attack
+from tdpfed.engine.attacks import Attack
+from tdpfed.errors import unknown, wrong
 from tdpfed.wire import Codec, lossy
 
 
@@ -24,6 +24,8 @@ class Uplink:
     def __post_init__(self) -> None:
         if self.codec not in get_args(Codec):
             raise unknown("codec", self.codec, get_args(Codec))
+        if self.attack is not None and self.attack.kind == "gauge" and self.algorithm.plan is None:
+            raise wrong("robust.attack", "gauge", f"another: {self.algorithm.name!r} sends no CP factors")
 
     def transmit(self, uploads: State, server: State, turn: Turn) -> State:
         """Return the uploads of the turn's clients as they arrive."""

@@ -8,9 +8,10 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-from tdpfed.algorithms import ALGORITHMS
-from tdpfed.config.loading import Checkpoint, Participation, Robust, Run, Wire, toml_value
-from tdpfed.config.sections import Section
+from tdpfed.algorithms import ALGORITHMS, DEFAULT
+from tdpfed.config import toml_value
+from tdpfed.config.sections import SECTIONS
+from tdpfed.core.setting import default_of, settings_of
 from tdpfed.errors import TDPFedError
 from tdpfed.files import write_folder
 from tdpfed.flower.settings import REFUSED, Flower
@@ -57,25 +58,21 @@ def _check_package(name: str, package: str) -> None:
 
 def default_tables() -> dict[str, dict[str, Any]]:
     """Return every key that a deployment has, with its value in a new app; each method has a table of its own."""
-    sections: dict[str, type[Section]] = {
-        "run": Run,
-        "participation": Participation,
-        "wire": Wire,
-        "robust": Robust,
-        "checkpoint": Checkpoint,
-    }
-    tables: dict[str, dict[str, Any]] = {"algorithm": {"name": "tdpfed"}}
-    for section, model in (sections | {"flower": Flower}).items():
-        keys = {key: field.get_default(call_default_factory=True) for key, field in model.model_fields.items()}
+    sections = {name: SECTIONS[name] for name in ("run", "participation", "wire", "robust", "checkpoint")}
+    tables: dict[str, dict[str, Any]] = {"algorithm": {"name": DEFAULT}}
+    for section, owner in (sections | {"flower": Flower}).items():
         tables[section] = {
             key: DEPLOYED.get(f"{section}.{key}", value)
-            for key, value in keys.items()
-            if value is not None and f"{section}.{key}" not in LEFT_OUT and not key.startswith("attack")
+            for key, value in _defaults(owner).items()
+            if f"{section}.{key}" not in LEFT_OUT and not key.startswith("attack")
         }
-    for name, algorithm in ALGORITHMS.items():
-        given = {item.name: item.default for item in algorithm.hyper_parameters() if item.default is not None}
-        tables[f"algorithms.{name}"] = given
-    return tables
+    return tables | {f"algorithms.{name}": _defaults(method) for name, method in ALGORITHMS.items()}
+
+
+def _defaults(owner: type) -> dict[str, Any]:
+    """Return the settings of a class that have a default."""
+    found = {item.name: default_of(item) for item in settings_of(owner)}
+    return {name: default for name, default in found.items() if default is not None}
 
 
 def _config(tables: Tables) -> str:

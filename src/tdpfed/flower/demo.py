@@ -18,16 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from tdpfed.config.loading import Config, load_config, toml_value
-from tdpfed.data import make_federation
-from tdpfed.errors import TDPFedError
+from tdpfed.algorithms import DEFAULT
+from tdpfed.config import Config, flat, toml_value
+from tdpfed.config.loading import checked_config, raw_config, value_of
+from tdpfed.errors import TDPFedError, raise_all
 from tdpfed.files import write_errors
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
-from tdpfed.flower.settings import Flower, as_run_config, flat, read_settings
+from tdpfed.flower.settings import Flower, as_run_config, read_settings, refused
 from tdpfed.flower.watch import Complaints, OnRound, Tell, follow, speed, why
-from tdpfed.runs.folder import SUMMARY, RunFolder
+from tdpfed.runs.experiment import federation_of
+from tdpfed.runs.folder import SUMMARY, RunFolder, file_name
 
 CLASSES = 10
 MOST = 64
@@ -47,7 +49,7 @@ class Demo:
     work: Path
     nodes: int = 3
     rounds: int = 3
-    algorithm: str = "tdpfed"
+    algorithm: str = DEFAULT
     overrides: tuple[str, ...] = ()
     app: Path | None = None
     node_config: str = ""
@@ -87,11 +89,11 @@ def plan(
     own: dict[str, Any] = {}
     if app is not None:
         config, flower = _read_app(app)[1]
-        own = {"nodes": flower.nodes, "rounds": config.run.rounds, "algorithm": config.algorithm["name"]}
+        own = {"nodes": flower.nodes, "rounds": config.run.rounds, "algorithm": config.method_name}
     given = {"nodes": nodes, "rounds": rounds, "algorithm": algorithm}
     own |= {key: value for key, value in given.items() if value is not None}
     name = own.get("algorithm", Demo.algorithm)
-    work = out or Path("runs") / f"flower-{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    work = out or Path("runs") / f"flower-{file_name(name)}-{datetime.now():%Y%m%d-%H%M%S}"
     return Demo(work, **own, overrides=tuple(overrides), app=app, node_config=node_config, insecure=insecure)
 
 
@@ -102,7 +104,8 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
     told = [node_settings(demo, number) for number in range(demo.nodes)]
     with write_errors("--out", demo.work):
         app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
-    with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure) as federation:
+    own = Path.cwd() if ":" in demo.algorithm else None  # where a method of the user's own may lie
+    with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure, own) as federation:
         if demo.insecure:
             tell("INSECURE: no TLS and no node authentication, as asked for")
         federation.prepare()
@@ -129,9 +132,7 @@ def deal(config: Config, demo: Demo) -> None:
         raise TDPFedError(
             f"data.augment: {config.data.augment!r} given, must be 'none': nodes draw samples as they are"
         )
-    options = config.data.model_dump(exclude={"name", "seed"})
-    seed = config.run.seed if config.data.seed is None else config.data.seed
-    federation = make_federation(config.data.name, seed=seed, **options)
+    federation = federation_of(config)
     for number in range(demo.nodes):
         folder = demo.work / f"node-{number}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,7 @@ def node_settings(demo: Demo, number: int) -> dict[str, Any]:
     for name in ("partition-id", "num-partitions"):
         if name in (pair[0] for pair in pairs):
             raise TDPFedError(f"--node-config: {name!r} given, must be left out: a demo tells each node its own")
-    return {name: _value(text.replace("{partition-id}", str(number))) for name, _, text in pairs}
+    return {name: value_of(text.replace("{partition-id}", str(number))) for name, _, text in pairs}
 
 
 @contextmanager
@@ -192,13 +193,17 @@ def _check_overrides(demo: Demo) -> None:
 def _digits_app(demo: Demo) -> tuple[Path, str]:
     """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
     special = [setting for setting in demo.overrides if _own_key(setting)]
-    config = load_config("digits", [setting for setting in demo.settings if setting not in special])
+    values = raw_config("digits", [setting for setting in demo.settings if setting not in special])
+    errors = refused(values)
+    config = checked_config(values, errors)
+    raise_all(errors)
+    assert config is not None
     flower = Flower(nodes=demo.nodes, out=str(demo.run), insecure=demo.insecure, deadline=300.0, wait=300.0)
     tables = as_run_config(config, flower)
     tables |= {"checkpoint": {**tables["checkpoint"], "every": 1}}
     for setting in special:
         key, _, text = setting.partition("=")
-        tables["flower"][key.strip().removeprefix("flower.")] = _value(text)
+        tables["flower"][key.strip().removeprefix("flower.")] = value_of(text)
     read_settings(flat(tables))[0].device()
     deal(config, demo)
     init_app(demo.work / "app", tables)
@@ -219,7 +224,7 @@ def _read_app(app: Path) -> tuple[dict[str, Any], tuple[Config, Flower]]:
     try:
         return known, read_settings(known)
     except TDPFedError as error:
-        raise TDPFedError(f"{file}: {error}") from None
+        raise error.noting(f"in {file}") from None
 
 
 def _own_app(demo: Demo) -> tuple[Path, str]:
@@ -228,7 +233,7 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
     known, (config, flower) = _read_app(demo.app)
     has = {
         "flower.nodes": flower.nodes, "flower.insecure": flower.insecure, "run.rounds": config.run.rounds,
-        "algorithm.name": config.algorithm["name"],
+        "algorithm.name": config.method_name,
     }  # fmt: skip
     asked = {
         "flower.out": str(demo.run), "flower.nodes": demo.nodes, "flower.insecure": demo.insecure,
@@ -237,7 +242,7 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
     given = {key: value for key, value in asked.items() if has.get(key) != value}
     for setting in demo.overrides:
         key, _, text = setting.partition("=")
-        given[key.strip()] = _value(text)
+        given[key.strip()] = value_of(text)
     read_settings({**known, **given})[0].device()
     for key in given:
         if key not in known:
@@ -263,14 +268,6 @@ def _quoted(key: str, value: Any) -> str:
     if quote in text or "\n" in text:
         raise TDPFedError(f"--set: {key!r} is {text!r}, which Flower cannot be told: it holds both kinds of quotes")
     return f"{quote}{text}{quote}"
-
-
-def _value(text: str) -> Any:
-    """Return a value as TOML has it; a bare word is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text.strip()
 
 
 def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:

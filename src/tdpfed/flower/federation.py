@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tdpfed.config.loading import toml_value
+from tdpfed.config import toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.files import write_file
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
+from tdpfed.flower.settings import OWN_CODE
 
 LINK = "federation"
 QUIET = {
@@ -36,8 +37,8 @@ START = 60.0
 class LocalFederation:
     """The processes of a federation below one folder; leaving the ``with`` block ends them all."""
 
-    def __init__(self, work: Path, nodes: int, insecure: bool = False) -> None:
-        self.work, self.nodes, self.insecure = work.resolve(), nodes, insecure
+    def __init__(self, work: Path, nodes: int, insecure: bool = False, own_code: Path | None = None) -> None:
+        self.work, self.nodes, self.insecure, self.own_code = work.resolve(), nodes, insecure, own_code
         self.port = free_port()
         self.processes = Processes(self.work / "logs")
 
@@ -125,8 +126,9 @@ class LocalFederation:
     def environment(self, place: str) -> dict[str, str]:
         """Return the environment of a process: no telemetry, a Flower folder of its own, our commands first."""
         bin_ = str(Path(sys.executable).parent)
+        own = {} if self.own_code is None else {OWN_CODE: str(self.own_code)}
         return {
-            **os.environ, **QUIET, "FLWR_HOME": str(self.work / place / "flwr"),
+            **os.environ, **QUIET, **own, "FLWR_HOME": str(self.work / place / "flwr"),
             "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}",
         }  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tdpfed
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.config.loading import Config
+from tdpfed.config import Config
 from tdpfed.core.draws import batch_indices
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective

@@ -18,13 +18,13 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save as to_bytes
 
-from tdpfed.config.loading import Config, parse_config, to_toml
+from tdpfed.config import Config, flat, parse_config, to_toml
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.files import write_errors
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
-from tdpfed.flower.settings import Flower, flat, read_settings
+from tdpfed.flower.settings import Flower, read_settings
 from tdpfed.flower.strategy import RoundResult, Strategy
 from tdpfed.flower.task import Task
 from tdpfed.runs.checkpoints import Snapshot
@@ -153,7 +153,7 @@ class _Server:
         found = checkpoints.load()
         if found is not None:
             snapshot, warnings = found
-            for name, mine in (("algorithm", self.config.algorithm["name"]), ("seed", self.config.run.seed)):
+            for name, mine in (("algorithm", self.config.method_name), ("seed", self.config.run.seed)):
                 if snapshot.meta.get(name) != mine:
                     raise TDPFedError(f"checkpoint: {name} {snapshot.meta.get(name)!r} saved, must be {mine!r}")
             self.strategy.restore(snapshot.round, snapshot.server, snapshot.meta)
@@ -191,7 +191,7 @@ class _Server:
             self._note(result, seconds, time.perf_counter() - began, own)
 
     def _save(self) -> None:
-        meta = {"algorithm": self.config.algorithm["name"], "seed": self.config.run.seed, **self.strategy.state()}
+        meta = {"algorithm": self.config.method_name, "seed": self.config.run.seed, **self.strategy.state()}
         checkpoints = self.journal.checkpoints
         checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
         self.strategy.settled = min(checkpoints.rounds(), default=0)
@@ -265,7 +265,7 @@ class _Server:
 
 def _check_same(before: Config, now: Config, path: Path) -> None:
     """Refuse to go on with a run under another configuration; it may be made longer."""
-    old, new = flat(before.model_dump()), flat(now.model_dump())
+    old, new = flat(before.as_dict()), flat(now.as_dict())
     other = [key for key in sorted(old.keys() | new.keys()) if key != "run.rounds" and old.get(key) != new.get(key)]
     if not other:
         return

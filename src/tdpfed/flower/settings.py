@@ -4,40 +4,50 @@ Flower keeps a flat dict of single values, ``{"run.rounds": 3}``; lists and tabl
 What a simulation can be asked for but a deployment cannot keep is refused here, with the reason.
 """
 
+import os
+import sys
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
-from tdpfed.config.errors import checked
-from tdpfed.config.loading import Config, Privacy, parse_config, table_at
-from tdpfed.config.sections import Section
+from tdpfed.config import Config
+from tdpfed.config.loading import checked_config, put
+from tdpfed.config.sections import Privacy, Section
+from tdpfed.core.setting import build, default_of, plain, setting, settings_of
 from tdpfed.engine.checks import check_settings
-from tdpfed.errors import TDPFedError, raise_all
-from tdpfed.server.participation import Participation
+from tdpfed.errors import TDPFedError, each, raise_all, wrong
 from tdpfed.server.robust import Rule
 
+OWN_CODE = "TDPFED_OWN_CODE"
+"""The environment variable with a folder in which a method of the user's own is found, after what is installed."""
 
+
+@dataclass(frozen=True, kw_only=True)
 class Flower(Section):
     """What only a deployment has."""
 
-    nodes: int = Field(2, ge=1, le=10**6, description="clients of the federation: partition-id 0 to nodes - 1")
-    wait: float = Field(
-        600.0, gt=0, description="seconds to wait for all nodes at the start, and for those a round cannot do without"
+    nodes: int = setting(2, "clients of the federation: partition-id 0 to nodes - 1", least=1, most=10**6)
+    wait: float = setting(
+        600.0, "seconds to wait for all nodes at the start, and for those a round cannot do without", above=0
     )
-    deadline: float = Field(600.0, gt=0, description="seconds a round waits for replies")
-    max_samples: int = Field(
-        100_000, ge=1, lt=2**40, description="most samples that a node may say it has: they are its weight"
+    deadline: float = setting(600.0, "seconds a round waits for replies", above=0)
+    max_samples: int = setting(
+        100_000, "most samples that a node may say it has: they are its weight", least=1, below=2**40
     )
-    samples: list[int] | None = Field(
-        None, description="training samples of each client, where the operator knows them; a node must say the same"
+    samples: tuple[int, ...] | None = setting(
+        None, "training samples of each client, where the operator knows them; a node must say the same", least=1
     )
-    out: str = Field(
-        "runs/flower", min_length=1, description="run folder on the server; one that was begun is gone on with"
-    )
-    insecure: bool = Field(False, description="the federation has no TLS and no node authentication: for trials")
-    secure_aggregation: bool = Field(False, description="not available: says why")
+    out: str = setting("runs/flower", "run folder on the server; one that was begun is gone on with")
+    insecure: bool = setting(False, "the federation has no TLS and no node authentication: for trials")
+    secure_aggregation: bool = setting(False, "not available: says why")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        errors = [] if self.out else [wrong("out", self.out, "the path of a folder")]
+        if self.samples is not None and len(self.samples) != self.nodes:
+            errors.append(wrong("samples", self.samples, f"a number for each of the {self.nodes} nodes"))
+        raise_all(errors)
 
 
 NEEDS_TASK = "comes from the app's task.py in a deployment, must be left out"
@@ -51,88 +61,91 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("run.evaluate_clients", None, "left out: all nodes that are there evaluate"),
     ("engine.state", "auto", "left out: every node keeps its own state, under its state-dir"),
     *(
-        (f"privacy.{key}", field.default, "left out: every node knows the seed, and with it the noise")
-        for key, field in Privacy.model_fields.items()
+        (f"privacy.{item.name}", default_of(item), "left out: every node knows the seed, and with it the noise")
+        for item in settings_of(Privacy)
     ),
 )
 
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
-    """Return the checked configuration of a deployment."""
+    """Return the checked configuration of a deployment; all errors are reported together."""
+    if (folder := os.environ.get(OWN_CODE)) and folder not in sys.path:
+        sys.path.append(folder)
     values: dict[str, Any] = {}
-    for key, value in run_config.items():
-        _put(values, key, value)
     errors: list[TDPFedError] = []
-    flower = checked(Flower, values.pop("flower", {}), "flower", errors)
-    raise_all(errors)
-    assert flower is not None
+    for key, value in run_config.items():
+        try:
+            _put(values, key, value)
+        except TDPFedError as error:
+            errors.append(error)
+    flower = build(Flower, values.pop("flower", {}), "flower", errors)
     for section in ("data", "model"):
-        for key, given in values.get(section, {}).items():
-            raise TDPFedError(f"{section}.{key}: {given!r} given, {NEEDS_TASK}")
-    config = parse_config({**values, "data": {"name": "own data"}, "model": {"name": "own model"}})
+        for key, given in values.pop(section, {}).items():
+            errors.append(TDPFedError(f"{given!r} given, {NEEDS_TASK}", field=f"{section}.{key}", value=given))
+    errors += refused(values)
+    config = checked_config({**values, "data": {"name": "own data"}, "model": {"name": "own model"}}, errors)
+    if config is not None and flower is not None:
+        errors += _secure_aggregation(config, flower)
+        try:
+            check_settings(
+                config.run.seed, "loop", None, "float32", config.participation, rule_of(config), flower.nodes
+            )
+        except TDPFedError as error:
+            errors += each(error)
+    raise_all(errors)
+    assert config is not None
+    assert flower is not None
+    return config, flower
+
+
+def refused(values: dict[str, Any]) -> list[TDPFedError]:
+    """Take what a deployment cannot keep out of the values, and return an error for each of them."""
+    errors = []
     for key, allowed, why in REFUSED:
         section, _, name = key.partition(".")
-        given = getattr(getattr(config, section), name)
+        table = values.get(section)
+        given = table.pop(name, allowed) if isinstance(table, dict) else allowed
         if given != allowed:
-            raise TDPFedError(f"{key}: {given!r} given, must be {why}")
-    _refuse_secure_aggregation(config, flower)
-    if flower.samples is not None and (len(flower.samples) != flower.nodes or min(flower.samples) < 1):
-        raise TDPFedError(
-            f"flower.samples: {flower.samples!r} given, must be a number of at least 1 for each of the "
-            f"{flower.nodes} nodes"
-        )
-    participation = Participation(**config.participation.model_dump())
-    check_settings(config.run.seed, "loop", None, "float32", participation, rule_of(config), flower.nodes)
-    return config, flower
+            errors.append(wrong(key, given, why))
+    return errors
 
 
 def rule_of(config: Config) -> Rule:
     """Return how the server averages."""
-    given = config.robust.model_dump()
-    return Rule(**{key: value for key, value in given.items() if not key.startswith("attack")})
+    return config.robust.rule
 
 
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
     """Return settings, but data and model, as tables of Flower's run configuration: ``read_settings`` reversed."""
-    given = {**config.model_dump(exclude={"data", "model"}), "flower": flower.model_dump()}
-    return {section: {k: v for k, v in table.items() if v is not None} for section, table in given.items()}
+    tables = {name: table for name, table in config.as_dict().items() if name not in ("data", "model")}
+    tables["flower"] = plain(flower)
+    return {section: {k: v for k, v in table.items() if v is not None} for section, table in tables.items()}
 
 
-def flat(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested tables as Flower's flat dict."""
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        found |= flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return found
-
-
-def _refuse_secure_aggregation(config: Config, flower: Flower) -> None:
+def _secure_aggregation(config: Config, flower: Flower) -> list[TDPFedError]:
+    """Return why there is no secure aggregation, where it is asked for."""
     if not flower.secure_aggregation:
-        return
-    rule, method = rule_of(config), config.algorithm
+        return []
+    rule, method = rule_of(config), config.make_algorithm()
     if rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
         why = "robust rules look at each client's upload, and under secure aggregation the server sees only the sum"
-    elif method.get("aggregation") == "act":
-        why = "ACT composes each client's tensor, and under secure aggregation the server sees only the sum of factors"
-    elif method["name"] in ("fedavg_sar", "local"):
-        why = f"{method['name']!r} has no common vector that could be summed under masks"
+    elif not method.summable:
+        why = f"{method.name!r} as configured needs more than the sum of the uploads, which is all the server would see"
     else:
         why = (
             "the average would fit, but Flower's SecAgg+ works only with its older client and strategy interface, "
             "lets a client scale its own vector by a weight that nobody checks and bypasses the gate"
         )
-    raise TDPFedError(f"flower.secure_aggregation: True given, must be False: {why} (docs/deployment.md)")
+    return [wrong("flower.secure_aggregation", True, f"False: {why} (docs/deployment.md)")]
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested tables; text that begins like a list or table is read as one."""
-    *sections, name = key.split(".")
-    if not sections:
-        raise TDPFedError(f"configuration: {key!r} given, must be section.key, as in run.rounds")
-    table = table_at(values, sections, f"configuration: {key!r}")
+    """Set a full key in nested tables; text that begins like a list or table is read as one."""
+    if "." not in key:
+        raise wrong("configuration", key, "section.key, as in run.rounds")
     if isinstance(value, str) and value.startswith(("[", "{")):
         try:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as error:
-            raise TDPFedError(f"{key}: {value!r} given, must be a list or table in TOML ({error})") from None
-    table[name] = value
+            raise wrong(key, value, f"a list or table in TOML ({error})") from None
+    put(values, key, value, "configuration")

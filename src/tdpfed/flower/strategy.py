@@ -19,7 +19,6 @@ from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
 from tdpfed.server.gate import check_gauge
-from tdpfed.server.participation import Participation
 from tdpfed.server.records import Ledger
 from tdpfed.server.round import ServerRound
 from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
@@ -77,11 +76,11 @@ class Strategy:
         self.members: dict[int, Member] = {}
         self.ledger = Ledger()
         config = side.config
-        self.participation = Participation(**config.participation.model_dump())
+        self.participation = config.participation
         self.needed = max(1, self.participation.quorum)
         asked = replace(self.participation, quorum=self.needed)
         self.server_round = ServerRound(side.algorithm, config.run.seed, asked, rule_of(config))
-        check_gauge(side.algorithm, self.server_round.rule, None)
+        check_gauge(side.algorithm, self.server_round.rule)
         self.refused: list[Rejected] = []  # in the round that is tried
         self._turned_away: set[int] = set()
         self._silent: dict[int, tuple[int, float]] = {}  # of nodes that did not answer: how often, when to ask again
@@ -339,4 +338,4 @@ def _of(client: int, refusal: Rejected) -> Rejected:
     """Return a refusal with the client that Flower says has sent the message, whatever the message says."""
     if refusal.client == client:
         return refusal
-    return Rejected(refusal.rule, str(refusal).partition(": ")[2], client=client, tensor=refusal.tensor)
+    return Rejected(refusal.rule, refusal.reason, client=client, tensor=refusal.tensor)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tdpfed.config.loading import load_config
+from tdpfed.config import load_config
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.files import write_file
 from tdpfed.paper import tables

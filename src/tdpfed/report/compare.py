@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tdpfed.algorithms import ALGORITHMS
+from tdpfed.algorithms import find
+from tdpfed.config import load_config, to_toml
 from tdpfed.config.keys import describe
-from tdpfed.config.loading import load_config, to_toml
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, UnknownError, each, unknown
 from tdpfed.files import write_file
 from tdpfed.report import Group, group_runs, read_runs, write_page
 from tdpfed.report import table as tables
 from tdpfed.report.group import Stat, rivals_of
 from tdpfed.report.parse import Number
+from tdpfed.runs.folder import file_name
 from tdpfed.runs.grid import Cell, CellResult
 
 CAPTION = (
     "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
     "from it, the means differ by no more than both deviations together. Personalised: each client's own model after "
-    "its last training (with fedavg the global model, trained further by the client). Global: the server's model. "
-    "Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
+    "its last training (in methods without one the global model, trained further by the client). Global: the server's "
+    "model. Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
     "uploaded MB until the personalised accuracy was first found at the target, - where a run never was."
 )
 OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
@@ -140,8 +141,10 @@ def _plain(stat: Stat, mark: str) -> dict[str, Any]:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in ALGORITHMS:
-            raise unknown("--algorithms", name, ALGORITHMS)
+        try:
+            find(name)
+        except TDPFedError as error:
+            raise error.at("--algorithms") from error.__cause__
         if names.count(name) > 1:
             raise TDPFedError(f"--algorithms: {text!r} given, must name {name!r} only once")
     return names
@@ -184,7 +187,7 @@ def _has(keys: Iterable[str], key: str) -> bool:
 
 def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], common: Sequence[str]) -> list[Cell]:
     words = [name, *(f"{key.removeprefix('algorithm.')}={value}" for key, value in settings)]
-    label = re.sub(r"[^\w.=+-]+", "_", "-".join(words))
+    label = file_name("-".join(words))
     chosen = [*common, f"algorithm.name={name}", *(f"{key}={value}" for key, value in settings)]
     try:
         first = load_config(source, chosen).run.seed
@@ -193,6 +196,6 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
             for seed in range(first, first + seeds)
         ]
     except TDPFedError as error:
-        foreign = str(error).startswith("algorithm: unknown")
+        foreign = any(isinstance(one, UnknownError) and one.field == "algorithm" for one in each(error))
         hint = "; what a file says of one method alone belongs in its table [algorithms.NAME]" if foreign else ""
-        raise TDPFedError(f"{error} (for {label}{hint})") from None
+        raise error.noting(f"for {label}{hint}") from None

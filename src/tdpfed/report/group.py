@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from tdpfed.config import flat
 from tdpfed.report.parse import ACCURACIES, FIELDS, LOSSES, Number
 from tdpfed.report.read import IN_PROGRESS, Run, Series
 from tdpfed.runs.folder import DONE
@@ -137,14 +138,6 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
 def rivals_of(group: Group, groups: Sequence[Group]) -> list[Group]:
     """Return the groups whose figures compare with a group's, itself among them: those of the same task."""
     return [other for other in groups if other.task == group.task]
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration by full keys, as ``algorithm.compression``."""
-    found: dict[str, Any] = {}
-    for section, table in config.items():
-        found |= {f"{section}.{key}": value for key, value in table.items()} if isinstance(table, Mapping) else {}
-    return found
 
 
 def in_progress(groups: Sequence[Group]) -> list[Run]:

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tdpfed.config import flat
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.report.group import SEEDS, Group, flat, rivals_of
+from tdpfed.report.group import SEEDS, Group, rivals_of
 from tdpfed.report.parse import ACCURACIES, LOSSES, Number
 from tdpfed.report.plans import plan_of
 from tdpfed.report.read import Run, Series

@@ -2,8 +2,9 @@
 
 import torch
 
-from tdpfed.algorithms import TDPFed
-from tdpfed.config.loading import Config, parse_config
+from tdpfed.algorithms import Algorithm
+from tdpfed.config import Config, parse_config
+from tdpfed.core.layout import Layout
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data import available
 from tdpfed.errors import TDPFedError
@@ -13,26 +14,25 @@ from tdpfed.report.read import Run
 
 def plan_of(run: Run) -> FactorPlan | str | None:
     """Return the plan, or in words why it cannot be shown; None for a method without factors."""
-    if run.algorithm != TDPFed.name:
-        return None
+    if ":" in (name := str(run.setting("algorithm.name"))):
+        return _not_imported("method", name)
     try:
         config = parse_config(run.config)
-        algorithm = config.make_algorithm()
-        assert isinstance(algorithm, TDPFed)
+        method = config.make_algorithm()
+        if type(method).plan is Algorithm.plan:
+            return None
         if ":" in config.model.name:
-            return f"{config.model.name} is a model of your own, which a report does not import; see tdpfed plan"
+            return _not_imported("model", config.model.name)
         shape, classes = _input(config)
         with torch.device("meta"):
             model = from_spec(config.model.name, shape, classes)
-        return FactorPlan.of(
-            model,
-            algorithm.compression,
-            ranks=algorithm.ranks or {},
-            include=algorithm.include,
-            exclude=algorithm.exclude,
-        )
+        return method.bind(Layout.of(model), 1).plan
     except TDPFedError as error:
         return str(error)
+
+
+def _not_imported(kind: str, name: str) -> str:
+    return f"{name} is a {kind} of your own, which a report does not import; see tdpfed plan"
 
 
 def _input(config: Config) -> tuple[tuple[int, ...], int]:

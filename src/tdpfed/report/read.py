@@ -62,8 +62,10 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        """The method's name."""
-        return str(self.setting("algorithm.name", self.texts.get("algorithm", "unknown method")))
+        """The method's name; before a summary tells that of a method of the user's own, its class."""
+        told = self.texts.get("algorithm")
+        name = str(self.setting("algorithm.name", told or "unknown method"))
+        return told or name.rpartition(":")[2] if ":" in name else name
 
     @property
     def dataset(self) -> str:

@@ -4,18 +4,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tdpfed.config.loading import Config, Data
+from tdpfed.config import Config
+from tdpfed.config.sections import Data
+from tdpfed.core.setting import plain, settings_of
 from tdpfed.core.threads import threads_for
-from tdpfed.data import make_federation
+from tdpfed.data import Federation, make_federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
-from tdpfed.server.gate import Attack
-from tdpfed.server.participation import Participation
-from tdpfed.server.privacy import Privacy
-from tdpfed.server.robust import Rule
+
+FULL_NAMES = {
+    "data set": "data.name", "classes per client": "data.per_client", "dirichlet alpha": "data.alpha",
+    "model": "model.name",
+}  # fmt: skip
+"""Keys of the configuration for what the data and model builders call otherwise."""
 
 
 def prepare(
@@ -28,26 +32,23 @@ def prepare(
     device, seed = config.device(), config.run.seed
     if device.type == "cuda":
         ranks.check_devices()
-    data = config.data.model_dump(exclude={"name", "seed"})
     with _full_names():
-        federation = make_federation(
-            config.data.name, root=data_root, seed=seed if config.data.seed is None else config.data.seed, **data
-        )
+        federation = federation_of(config, data_root)
         model = from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed)
-    every, robust, kind = config.run.diagnostics_every, config.robust.model_dump(), config.robust.attack
+    every = config.run.diagnostics_every
     return Simulation(
         model,
         federation.to(device),
         config.make_algorithm(),
         seed=seed,
-        participation=Participation(**config.participation.model_dump()),
+        participation=config.participation,
         runner=config.run.runner,
         chunk=None if config.run.chunk == "auto" else config.run.chunk,
         diagnostics=Diagnostics(every=every) if every else None,
         codec=config.wire.codec,
-        rule=Rule(**{key: value for key, value in robust.items() if not key.startswith("attack")}),
-        attack=None if kind is None else Attack(kind, robust["attack_fraction"], robust["attack_strength"]),
-        privacy=_privacy(config),
+        rule=config.robust.rule,
+        attack=config.robust.attacked,
+        privacy=config.privacy.asked,
         precision=config.run.precision,
         evaluate_clients=config.run.evaluate_clients,
         state=config.engine.state,
@@ -56,16 +57,11 @@ def prepare(
     )
 
 
-def _privacy(config: Config) -> Privacy | None:
-    given = config.privacy
-    if given.clip is None and given.noise is None:
-        if given.epsilon is not None:
-            raise TDPFedError(f"privacy.epsilon: {given.epsilon} given, but no clip and no noise; give both")
-        return None
-    for field, value in (("clip", given.clip), ("noise", given.noise)):
-        if value is None:
-            raise TDPFedError(f"privacy.{field}: none given, clip and noise belong together")
-    return Privacy(**given.model_dump())
+def federation_of(config: Config, data_root: Path | None = None) -> Federation:
+    """Load the data that a configuration names, and deal them."""
+    data = plain(config.data)
+    name, seed = data.pop("name"), data.pop("seed")
+    return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
 
 
 @contextmanager
@@ -74,10 +70,12 @@ def _full_names() -> Iterator[None]:
     try:
         yield
     except TDPFedError as error:
-        field, _, rest = str(error).partition(":")
-        full = {"data set": "data.name", "classes per client": "data.per_client", "model": "model.name"}
-        full |= {key: f"data.{key}" for key in Data.model_fields}
-        raise TDPFedError(f"{full.get(field, field)}:{rest}") from error
+        field = error.field or ""
+        if field in FULL_NAMES:
+            raise error.at(FULL_NAMES[field]) from error
+        if field.partition(".")[0] in {item.name for item in settings_of(Data)}:
+            raise error.within("data") from error
+        raise
 
 
 def threads(config: Config, simulation: Simulation) -> int:

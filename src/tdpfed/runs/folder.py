@@ -6,6 +6,7 @@ the disk at the end of their round, so that a crash loses no finished round. The
 
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -143,6 +144,11 @@ class NoFolder(RunFolder):
 
     def append_lines(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
         """Write nothing."""
+
+
+def file_name(text: str) -> str:
+    """Return a text as part of a folder's name, on any file system."""
+    return re.sub(r"[^\w.=+-]+", "_", text)
 
 
 def _left_over(entry: Path) -> bool:

@@ -3,16 +3,15 @@
 On a GPU runs that differ in their seed alone are computed together.
 """
 
-import json
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tdpfed.config.loading import Config, parse_config, to_toml
+from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.errors import TDPFedError
 from tdpfed.files import write_errors, write_file
 from tdpfed.runs.folder import CONFIG, SEEDS, RunFolder
@@ -58,8 +57,8 @@ def seeds_in(folder: Path) -> list[Cell]:
     """Return a cell for each seed of such a folder."""
     config = _configuration(folder / SEEDS)
     seeds = range(config.run.seed, config.run.seed + config.run.seeds)
-    runs = (config.run.model_copy(update={"seed": seed, "seeds": 1}) for seed in seeds)
-    return [Cell(f"seed{run.seed}", config.model_copy(update={"run": run})) for run in runs]
+    runs = (replace(config.run, seed=seed, seeds=1) for seed in seeds)
+    return [Cell(f"seed{run.seed}", replace(config, run=run)) for run in runs]
 
 
 def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
@@ -132,8 +131,8 @@ def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
     """Yield cells to compute as one: on a GPU those that differ in their seed alone, on a CPU one after another."""
     groups: dict[Any, list[Cell]] = {}
     for number, cell in enumerate(cells):
-        plain = cell.config.model_dump(exclude={"run": {"seed"}})
-        key = json.dumps(plain, sort_keys=True) if cell.config.device().type == "cuda" else number
+        unseeded = replace(cell.config, run=replace(cell.config.run, seed=0))
+        key = to_toml(unseeded) if cell.config.device().type == "cuda" else number
         groups.setdefault(key, []).append(cell)
     yield from groups.values()
 
@@ -145,7 +144,7 @@ def _check(path: Path, config: Config) -> None:
         return
     there = _configuration(path / CONFIG)
     if RunFolder(path).done:  # kept wherever it was computed
-        there = there.model_copy(update={"run": there.run.model_copy(update={"device": config.run.device})})
+        there = replace(there, run=replace(there.run, device=config.run.device))
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tdpfed.config.loading import Config
+from tdpfed.config import Config
 from tdpfed.files import ctrl_c_waits
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.folder import RunFolder

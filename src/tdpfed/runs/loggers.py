@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
-from tdpfed.config.loading import Config, to_toml
+from tdpfed.config import Config, flat, to_toml, toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.files import write_file
-from tdpfed.report.group import flat
 from tdpfed.server.records import Record
 
 T = TypeVar("T")
@@ -187,9 +186,9 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(config: Config) -> dict[str, str | float]:
-    """Return the settings that have a value, by full keys; lists and tables in words."""
-    values = flat(config.model_dump())
-    return {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items() if v is not None}
+    """Return the settings that have a value, by full keys; lists and tables as TOML."""
+    values = flat(config.as_dict())
+    return {k: v if isinstance(v, int | float | str) else toml_value(v) for k, v in values.items() if v is not None}
 
 
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:

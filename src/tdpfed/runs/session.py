@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tdpfed.config.loading import Config, parse_config, to_toml
+from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.config.unused import advice
 from tdpfed.engine.ensemble import Ensemble, error_of
 from tdpfed.engine.ranks import ALONE, Ranks
@@ -22,7 +22,7 @@ from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.runs.checkpoints import restore, snapshot_of
 from tdpfed.runs.experiment import prepare, threads
-from tdpfed.runs.folder import NoFolder, RunFolder
+from tdpfed.runs.folder import CONFIG, NoFolder, RunFolder
 from tdpfed.runs.gathered import gathered, load_for_all
 from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
@@ -67,8 +67,10 @@ class Session:
         with ranks.agreement():
             try:
                 config = parse_config(tomllib.loads(text))
-            except (tomllib.TOMLDecodeError, TDPFedError) as error:
-                raise TDPFedError(f"--resume: {str(path / 'config.toml')!r} is damaged ({error})") from None
+            except tomllib.TOMLDecodeError as error:
+                raise TDPFedError(f"{str(path / CONFIG)!r} is damaged ({error})", field="--resume") from None
+            except TDPFedError as error:
+                raise error.noting(f"in {str(path / CONFIG)!r}") from None
             simulation = prepare(config, data_root, path, ranks)
             torch.set_num_threads(threads(config, simulation))
             session = cls(config, simulation, folder)

@@ -4,35 +4,14 @@ It refuses an upload that is not finite or whose factors lie too far from the br
 an unchanged tensor can wreck an average). A refused upload is named and left out; the round continues.
 """
 
-from dataclasses import dataclass
-from typing import get_args
-
 import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.state import State, Turn, layouts_of
-from tdpfed.engine import attacks
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import wrong
 from tdpfed.server.robust import Rule, within_gauge
 from tdpfed.wire import Rejected, screen
-
-
-@dataclass(frozen=True)
-class Attack:
-    """Which share of the clients is hostile, and how."""
-
-    kind: attacks.Kind
-    fraction: float = 0.2
-    strength: float | None = None  # None: the attack's own
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(attacks.Kind):
-            raise unknown("robust.attack", self.kind, get_args(attacks.Kind))
-        if not 0 <= self.fraction <= 1:
-            raise TDPFedError(f"robust.attack_fraction: {self.fraction} given, must be at least 0 and at most 1")
-        if self.strength is not None and not self.strength > 0:
-            raise TDPFedError(f"robust.attack_strength: {self.strength} given, must be above 0")
 
 
 def refusals(
@@ -59,7 +38,7 @@ def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
     return torch.tensor([client not in out for client in turn.clients.tolist()], dtype=torch.bool)
 
 
-def check_gauge(algorithm: Algorithm, rule: Rule, attack: Attack | None) -> None:
-    """Refuse a gauge, or an attack on one, where no factors travel."""
-    if algorithm.plan is None and (rule.gauge is not None or (attack is not None and attack.kind == "gauge")):
-        raise TDPFedError(f"robust: the gauge is one of CP factors, and {algorithm.name!r} sends none")
+def check_gauge(algorithm: Algorithm, rule: Rule) -> None:
+    """Refuse a bound on the gauge where no factors travel."""
+    if rule.gauge is not None and algorithm.plan is None:
+        raise wrong("robust.gauge", rule.gauge, f"left out: {algorithm.name!r} sends no CP factors")

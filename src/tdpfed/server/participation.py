@@ -1,39 +1,33 @@
 """Who takes part in a round: the chosen, those who train, and those who are lost on the way."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tdpfed.core.draws import Stream, choose, key, uniform
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.core.setting import check, setting
 
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part in a round, and how many must."""
+    """Who takes part in a round."""
 
-    clients: int | None = None  # S: clients chosen per round; None: all
-    train: Literal["all", "selected"] = "selected"  # whether the others train too (Algorithm 1), or only the chosen
-    dropout: float = 0.0  # chance that a chosen client is lost for the round
-    sampling: Literal["fixed", "poisson"] = "fixed"  # exactly S, or each client by itself with chance S / K
-    quorum: int = 0  # accepted uploads a round needs
-    below_quorum: Literal["repeat", "stop"] = "repeat"  # what happens to a round with fewer
-    attempts: int = 10  # how often a round is tried in all
+    clients: int | None = setting(None, "clients chosen per round; all by default", least=1)
+    train: Literal["all", "selected"] = setting("selected", "whether the others train too, or only the chosen")
+    dropout: float = setting(0.0, "chance that a chosen client is lost for the round", least=0, below=1)
+    sampling: Literal["fixed", "poisson"] = setting(
+        "fixed", "exactly so many, or each client by itself with the same chance, so many on average"
+    )
+    quorum: int = setting(0, "accepted uploads a round needs", least=0)
+    below_quorum: Literal["repeat", "stop"] = setting(
+        "repeat", "what happens to a round with too few: tried again with other draws, or the run stops"
+    )
+    attempts: int = setting(10, "how often a round is tried in all before the run stops", least=1, most=10**6)
 
     def __post_init__(self) -> None:
-        if self.clients is not None and self.clients < 1:
-            raise TDPFedError(f"participation.clients: {self.clients} given, must be at least 1")
-        for field in ("sampling", "train", "below_quorum"):
-            words = get_args(get_type_hints(Participation)[field])
-            if getattr(self, field) not in words:
-                raise unknown(f"participation.{field}", getattr(self, field), words)
-        if not 0 <= self.dropout < 1:
-            raise TDPFedError(f"participation.dropout: {self.dropout} given, must be at least 0 and below 1")
-        for field, least in (("quorum", 0), ("attempts", 1)):
-            if getattr(self, field) < least:
-                raise TDPFedError(f"participation.{field}: {getattr(self, field)} given, must be at least {least}")
+        check(self)
 
     def draws(self, total: int) -> bool:
         """Whether anything is left to chance: who is chosen of ``total``, or who is lost."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tdpfed.core.draws import Stream, key
-from tdpfed.errors import TDPFedError
+from tdpfed.core.setting import check, setting
+from tdpfed.errors import TDPFedError, wrong
 from tdpfed.server.robust import VectorAverage
 
 
@@ -23,18 +24,14 @@ from tdpfed.server.robust import VectorAverage
 class Privacy:
     """How far one client can move a round's sum, how much noise hides that, and how much may be spent."""
 
-    clip: float  # longest L2 norm of a client's update
-    noise: float  # noise multiplier z: the noise on the sum has standard deviation z * clip
-    delta: float = 1e-5
-    epsilon: float | None = None  # budget of the whole run; None: any
+    clip: float = setting(doc="longest update of a client, in the Euclidean norm", above=0)
+    noise: float = setting(doc="noise multiplier: deviation of the sum's noise over the clip", least=1e-3, most=1e6)
+    # Below this delta the accountant's rounding would show.
+    delta: float = setting(1e-5, "chance that epsilon does not hold", least=1e-10, below=1)
+    epsilon: float | None = setting(None, "budget: the run ends before it is exceeded", above=0)
 
     def __post_init__(self) -> None:
-        noisy = _positive(self.noise) and 1e-3 <= self.noise <= 1e6
-        small = _positive(self.delta) and 1e-10 <= self.delta < 1  # below, the accountant's rounding would show
-        _check("privacy.clip", self.clip, _positive(self.clip), "finite and above 0")
-        _check("privacy.noise", self.noise, noisy, "at least 0.001 and at most 1e6")
-        _check("privacy.delta", self.delta, small, "at least 1e-10 and below 1")
-        _check("privacy.epsilon", self.epsilon, self.epsilon is None or _positive(self.epsilon), "finite and above 0")
+        check(self)
 
 
 def private_average(
@@ -118,10 +115,9 @@ class Accountant:
         """Refuse the last of ``rounds`` rounds where it would exceed the budget."""
         budget = self.privacy.epsilon
         if budget is not None and self.epsilon(rounds) > budget:
-            raise TDPFedError(
-                f"privacy.epsilon: {budget} given, must be at least {self.epsilon(rounds):.6g} for "
-                f"{rounds} {'round' if rounds == 1 else 'rounds'} at this noise and participation"
-            )
+            number = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
+            least = f"at least {self.epsilon(rounds):.6g} for {number} at this noise and participation"
+            raise wrong("privacy.epsilon", budget, least)
 
     @property
     def interval(self) -> float:
@@ -155,4 +151,4 @@ def _positive(value: object) -> bool:
 
 def _check(field: str, value: object, fits: bool, allowed: str) -> None:
     if not fits:
-        raise TDPFedError(f"{field}: {value!r} given, must be {allowed}")
+        raise wrong(field, value, allowed)

@@ -9,13 +9,14 @@ one. Weights count again in the mean of what is left. All values must be finite:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tdpfed.core.layout import Layout
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.core.setting import check, setting
+from tdpfed.errors import TDPFedError, wrong
 
 VectorAverage = Callable[[Tensor, Tensor], Tensor]
 """From uploads ``(S, n)`` and weights to their average ``(n,)``."""
@@ -27,22 +28,17 @@ RuleName = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum"]
 class Rule:
     """How the server averages, and what it does to uploads before."""
 
-    name: RuleName = "mean"
-    fraction: float = 0.2  # trimmed-mean: share of the clients cut at each end of every coordinate
-    byzantine: int = 1  # krum and multi-krum: how many clients may be bad
-    keep: int | None = None  # multi-krum: how many uploads are averaged; None: all but the bad ones
-    clip: float | Literal["median"] | None = None  # longest update let through, before the rule; None: any
-    gauge: float | None = None  # longest relative distance of a factor from the broadcast one; None: any
+    name: RuleName = setting("mean", "how to average")
+    fraction: float = setting(0.2, "trimmed-mean: share cut at each end of every coordinate", least=0, below=0.5)
+    byzantine: int = setting(1, "krum and multi-krum: how many clients may be bad", least=0)
+    keep: int | None = setting(None, "multi-krum: how many uploads are averaged; all but the bad ones", least=1)
+    clip: float | Literal["median"] | None = setting(
+        None, "longest update let through; median: that of the clients' updates", above=0
+    )
+    gauge: float | None = setting(None, "longest relative distance of a factor from the broadcast one", above=0)
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(RuleName):
-            raise unknown("robust.name", self.name, get_args(RuleName))
-        clips = self.clip is None or self.clip == "median" or _positive(self.clip)
-        _check("robust.fraction", self.fraction, 0 <= self.fraction < 0.5, "at least 0 and below 0.5")
-        _check("robust.byzantine", self.byzantine, self.byzantine >= 0, "at least 0")
-        _check("robust.keep", self.keep, self.keep is None or self.keep >= 1, "at least 1")
-        _check("robust.clip", self.clip, clips, "'median', or finite and above 0")
-        _check("robust.gauge", self.gauge, self.gauge is None or _positive(self.gauge), "finite and above 0")
+        check(self)
 
     def enough(self, clients: int) -> bool:
         """Whether so many uploads can be averaged by this rule; none at all leave the plain ones nothing to do."""
@@ -208,4 +204,4 @@ def _positive(value: object) -> bool:
 
 def _check(field: str, value: object, fits: bool, allowed: str) -> None:
     if not fits:
-        raise TDPFedError(f"{field}: {value!r} given, must be {allowed}")
+        raise wrong(field, value, allowed)

@@ -17,7 +17,7 @@ class Rejected(TDPFedError):  # noqa: N818 - it says what happened to the messag
 
     def __init__(self, rule: Rule, reason: str, *, client: int | None = None, tensor: str | None = None) -> None:
         sender = "an unknown client" if client is None else f"client {client}"
-        super().__init__(f"message of {sender}: {_plain(reason, 400)}")
+        super().__init__(_plain(reason, 400), field=f"message of {sender}")
         self.rule, self.client = rule, client
         self.tensor = None if tensor is None else _plain(tensor, 200)
 

@@ -1,0 +1,59 @@
+"""Methods of the user's own, named as ``package.module:Class``: imported, and refused in words if they cannot run."""
+
+import dataclasses
+import importlib
+import inspect
+
+from tdpfed.algorithms.base import Algorithm
+from tdpfed.errors import TDPFedError, nearest
+
+RULE = "must be 'package.module:Class', a subclass of tdpfed.algorithms.Algorithm"
+
+
+def load(spec: str) -> type[Algorithm]:
+    """Return the class that ``spec`` names, from a module that Python finds."""
+    module, _, name = spec.partition(":")
+    if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise _refused(spec, RULE)
+    try:
+        found = vars(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise _failed(spec, module, error) from error  # something that the module itself imports
+        raise _refused(spec, f"but there is no module {error.name!r}, installed or in the working directory") from None
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
+        raise _failed(spec, module, error) from error
+    if name not in found:
+        methods = [one for one, value in found.items() if _is_method(value)]
+        near = nearest(name, methods)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise _refused(spec, f"but the module {module!r} has no {name!r}{hint}")
+    return _checked(spec, found[name])
+
+
+def _checked(spec: str, method: object) -> type[Algorithm]:
+    """Return the method; refuse what would fail later and say less."""
+    if not _is_method(method):
+        kind = "class" if isinstance(method, type) else type(method).__name__
+        raise _refused(spec, f"which is another {kind}, {RULE}")
+    assert isinstance(method, type)
+    if missing := sorted(getattr(method, "__abstractmethods__", ())):
+        raise _refused(spec, f"which is abstract, must define {', '.join(missing)}")
+    if any(isinstance(value, dataclasses.Field) for value in vars(method).values()):
+        raise _refused(spec, "which declares hyper-parameters, must be a @dataclass(frozen=True, kw_only=True)")
+    if not isinstance(vars(method).get("name"), str) or "name" in (item.name for item in dataclasses.fields(method)):
+        raise _refused(spec, 'must have a name of its own, as in name: ClassVar[str] = "ditto"')
+    return method
+
+
+def _is_method(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Algorithm) and value is not Algorithm
+
+
+def _failed(spec: str, module: str, error: BaseException) -> TDPFedError:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _refused(spec, f"but the import of {module!r} failed ({text})")
+
+
+def _refused(spec: str, why: str) -> TDPFedError:
+    return TDPFedError(f"{spec!r} given, {why}", field="name", value=spec, allowed=RULE)

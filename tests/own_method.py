@@ -1,0 +1,61 @@
+"""A method of a user's own in a module of its own, as tests write it to a folder."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+NAME = "own_methods:Ditto"
+SOURCE = '''
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tdpfed.algorithms import Algorithm, FedAvg, hyper
+from tdpfed.errors import TDPFedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ditto(FedAvg):
+    """A method with settings of several types."""
+
+    name: ClassVar[str] = "ditto"
+    lam: float = hyper(1.0, "pull towards the global model", least=0)
+    bound: float | None = hyper(None, "longest step", above=0)
+    kind: Literal["near", "far"] = hyper("near", "which model is pulled")
+    extra: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "far" and self.bound is None:
+            raise TDPFedError("none given, must be set where kind is 'far'", field="bound")
+
+
+class Abstract(Algorithm):
+    name: ClassVar[str] = "abstract"
+
+
+class Bare(FedAvg):
+    name: ClassVar[str] = "bare"
+    lam: float = hyper(1.0, "pull")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nameless(FedAvg):
+    pass
+
+
+Other = dict
+number = 3
+'''
+
+
+def write(folder: Path, monkeypatch: pytest.MonkeyPatch, *, on_path: bool = True) -> Path:
+    """Write the module; it is forgotten after the test, and found on the path if asked for."""
+    folder.mkdir(exist_ok=True)
+    file = folder / "own_methods.py"
+    file.write_text(SOURCE)
+    monkeypatch.setattr(sys, "path", [*sys.path, *([str(folder)] if on_path else [])])
+    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
+    importlib.invalidate_caches()
+    return file
