@@ -21,7 +21,7 @@ from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
 
-hyper = setting
+hyper: Callable[..., Any] = setting
 """Declare a hyper-parameter: ``hyper(default, meaning, above=, least=, most=, below=)``."""
 
 Update = tuple[State, State, State]
