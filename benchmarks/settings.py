@@ -234,9 +234,9 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], 
         "than both deviations together. MB are of all clients and rounds. The accuracy asked for in the last column is "
         "that of training alone, the bytes those until the first evaluation that has it, and `-` says that some seed "
         "never had it. All runs are in [runs.jsonl.gz](runs.jsonl.gz) (`python benchmarks/pack.py unpack` restores "
-        "their folders), their settings in [study.toml](study.toml), and [results.json](results.json) says which method "
-        "was computed where. What is finished is not computed again: give another folder with `--out` to repeat it all, or "
-        "take a row's settings to `tdpfed compare`.", "",
+        "their folders), their settings in [study.toml](study.toml), and [results.json](results.json) says which "
+        "method was computed where. What is finished is not computed again: give another folder with `--out` to "
+        "repeat it all, or take a row's settings to `tdpfed compare`.", "",
         *(f"- {where}: {count} runs" for where, count in made.items()), "",
     ]  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 ``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file beside it does not hold yet, adds it
 there, and writes ``results.json`` and ``README.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for
-all), ``metrics`` and tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row meets every column.
+all), ``metrics`` and tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row
+meets every column.
 """
 
 import argparse
