@@ -81,17 +81,25 @@ def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
 
 def table(groups: Mapping[str, Group], alone: str) -> list[str]:
     """Return every method's figures; what is asked for in bytes is the accuracy of training alone."""
-    target = groups[alone].stat("personalized_accuracy").mean or 0.0
+    target = _target(groups, alone)
     lines = [
         f"| | {' | '.join(COLUMNS.values())} | MB up | MB up to {100 * target:.2f} % |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),
     ]
     for method, group in groups.items():
         figures = [shown(group.stat(key)) for key in COLUMNS]
-        cost = Stat(0.0) if method == alone else reach(group, target)[1]
-        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(cost, 1e-6)]
+        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(_to_alone(groups, method, alone), 1e-6)]
         lines.append(f"| {method} | {' | '.join([*figures, *sent])} |")
     return lines
+
+
+def _target(groups: Mapping[str, Group], alone: str) -> float:
+    return groups[alone].stat("personalized_accuracy").mean or 0.0
+
+
+def _to_alone(groups: Mapping[str, Group], method: str, alone: str) -> Stat:
+    """Return the bytes that a method uploads until it has the accuracy of training alone."""
+    return Stat(0.0) if method == alone else reach(groups[method], _target(groups, alone))[1]
 
 
 def glance(finished: Mapping[str, Mapping[str, Group]], methods: Sequence[str]) -> list[str]:
@@ -181,7 +189,9 @@ def main() -> None:
     keys = (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")
     figures = {
         setting: {
-            method: {key: vars(group.stat(key)) for key in keys} | {"made": sorted({origin(run) for run in group.runs})}
+            method: {key: vars(group.stat(key)) for key in keys}
+            | {"uplink_bytes_to_alone": vars(_to_alone(groups, method, study["alone"]))}
+            | {"made": sorted({origin(run) for run in group.runs})}
             for method, group in groups.items()
         }
         for setting, groups in finished.items()

@@ -182,6 +182,34 @@ def loss(sources: Sources, study: str, rule: str, against: str) -> float:
     return float(honest - min(attacked))
 
 
+def fewer_bytes(sources: Sources, data: str, without: str = "") -> tuple[float, float]:
+    """Return how many percent fewer bytes than FedAvg TDPFed x2 uploads to the accuracy of training alone, in int8."""
+    shares = []
+    for setting, methods in sources.tree("settings").items():
+        if setting.split(",")[0].split()[0] in data.split() and not (without and without in setting):
+            ours, theirs = (
+                methods[one]["uplink_bytes_to_alone"]["mean"] for one in ("TDPFed x2, int8", "FedAvg, int8")
+            )
+            shares.append(100 * (1 - ours / theirs))
+    return min(shares), max(shares)
+
+
+def cost_of_x4(sources: Sources, data: str, codec: str = "") -> float:
+    """Return the most points that TDPFed loses from compression 2 to compression 4, over the settings of a data set."""
+    settings = [methods for setting, methods in sources.tree("settings").items() if setting.startswith(data)]
+    means = [
+        [methods[f"TDPFed {rate}{codec}"]["personalized_accuracy"]["mean"] for rate in ("x2", "x4")]
+        for methods in settings
+    ]
+    return float(max(two - four for two, four in means))
+
+
+def demo_upload(sources: Sources) -> float:
+    """Return the kilobytes of one upload of the Flower demo."""
+    found = sources.tree("flower")
+    return float(found["uplink_bytes"] / sum(one["replies"] for one in found["per_round"]) / 1000)
+
+
 def speed(sources: Sources) -> str:
     """Return the table of seconds per round, ours and other packages'."""
     methods = sources.tree("peers")["methods"]
@@ -232,7 +260,8 @@ def trials(sources: Sources, folder: str, name: str) -> str:
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "curve": curve, "percent": percent, "turns": turns, "times": times, "doubling": doubling, "clients": clients,
     "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
-    "gpu-rounds": gpu_rounds, "trials": trials,
+    "gpu-rounds": gpu_rounds, "trials": trials, "fewer-bytes": fewer_bytes, "cost-of-x4": cost_of_x4,
+    "demo-upload": demo_upload,
 }  # fmt: skip
 
 
@@ -297,3 +326,4 @@ def pages(root: Path) -> Iterator[Path]:
     yield from (path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file())
     for folder in ("docs", "results"):
         yield from sorted((root / folder).rglob("*.md"))
+    yield from sorted((root / "results").glob("*/study.toml"))  # whose text is part of a page

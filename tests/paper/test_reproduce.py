@@ -181,6 +181,13 @@ def test_without_a_run_the_finished_ones_are_written_and_the_others_named_as_mis
     assert sorted(path.name for path in (tmp_path / "r" / "runs").iterdir() if "fedavg" in path.name) == []
 
 
+def test_a_folder_whose_runs_are_packed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs.jsonl.gz").touch()
+    result = CliRunner().invoke(app, ["reproduce", "mnist", "--rounds", "1", "--out", str(tmp_path)])
+    assert isinstance(result.exception, TDPFedError)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl.gz"]
+
+
 def test_without_a_choice_everything_is_made() -> None:
     study = STUDIES["cifar10"]
     assert choose(study, (), ()) == (tuple(TITLES), (4, 5))
