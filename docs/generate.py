@@ -14,6 +14,7 @@ from typing import Any
 
 import figures
 import typer
+from sources import FigureError, Sources
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
@@ -71,12 +72,12 @@ def pages() -> dict[Path, str]:
     paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
     texts = {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
     root = Path(__file__).parents[1]
-    sources = figures.Sources(root)
+    sources = Sources(root)
     for path in figures.pages(root):
         try:
             text = texts[path] if path in texts else path.read_text(encoding="utf-8")
             texts[path] = figures.filled(text, sources)
-        except figures.FigureError as error:
+        except FigureError as error:
             raise SystemExit(f"{path.relative_to(root)}: {error}") from error
     return texts
 
