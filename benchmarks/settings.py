@@ -1,14 +1,19 @@
 """Methods side by side in many settings: who wins where, by how much, and at what cost in bytes.
 
-``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--out`` and writes
-tables, verdicts and plots of accuracy against uploaded bytes there, of the settings that are finished. The checkpoints
-of finished runs are deleted. A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
+``python benchmarks/settings.py results/settings/study.toml`` runs what is not finished in the folder ``runs`` beside
+the study, and writes tables, verdicts and plots of accuracy against uploaded bytes for the settings that are finished.
+The checkpoints of finished runs are deleted. Restore the packed runs first, and pack them again at the end:
+
+    python benchmarks/pack.py unpack results/settings/runs.jsonl.gz results/settings/runs
+    python benchmarks/settings.py results/settings/study.toml
+    python benchmarks/pack.py pack results/settings
+
+A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
 trains ``alone`` and which are in the table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
 """
 
 import argparse
 import json
-import re
 import shutil
 import tomllib
 from collections import Counter
@@ -18,8 +23,9 @@ from typing import Any
 
 import matplotlib
 import torch
-from common import ROOT, provenance, write
+from common import provenance, slug, write
 from matplotlib.figure import Figure
+from pack import PACKED
 
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.report.figures import COLOURS, MARKERS, STYLE
@@ -35,11 +41,6 @@ COLUMNS = {
 CODED = ", int8"
 """How methods end that send what another does in another codec: the same colour, dotted."""
 COLOURS_OF_ALL = (*COLOURS, "#7f5539", "#808080", "#b5bd00")
-
-
-def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
@@ -80,17 +81,25 @@ def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
 
 def table(groups: Mapping[str, Group], alone: str) -> list[str]:
     """Return every method's figures; what is asked for in bytes is the accuracy of training alone."""
-    target = groups[alone].stat("personalized_accuracy").mean or 0.0
+    target = _target(groups, alone)
     lines = [
         f"| | {' | '.join(COLUMNS.values())} | MB up | MB up to {100 * target:.2f} % |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),
     ]
     for method, group in groups.items():
         figures = [shown(group.stat(key)) for key in COLUMNS]
-        cost = Stat(0.0) if method == alone else reach(group, target)[1]
-        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(cost, 1e-6)]
+        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(_to_alone(groups, method, alone), 1e-6)]
         lines.append(f"| {method} | {' | '.join([*figures, *sent])} |")
     return lines
+
+
+def _target(groups: Mapping[str, Group], alone: str) -> float:
+    return groups[alone].stat("personalized_accuracy").mean or 0.0
+
+
+def _to_alone(groups: Mapping[str, Group], method: str, alone: str) -> Stat:
+    """Return the bytes that a method uploads until it has the accuracy of training alone."""
+    return Stat(0.0) if method == alone else reach(groups[method], _target(groups, alone))[1]
 
 
 def glance(finished: Mapping[str, Mapping[str, Group]], methods: Sequence[str]) -> list[str]:
@@ -153,13 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="folder; results/STUDY by default")
+    parser.add_argument("--out", type=Path, default=None, help="folder; that of the study by default")
     parser.add_argument("--only", action="append", default=[], help="settings whose name has this word; repeatable")
     parser.add_argument("--set", action="append", default=[], dest="extra", help="a setting for all runs; repeatable")
     parser.add_argument("--no-run", action="store_true", help="write what is finished")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
-    out = options.out or ROOT / "results" / options.study.stem
+    out = options.out or options.study.parent
+    if (out / PACKED).exists() and not (out / "runs").exists():
+        raise SystemExit(f"{out / PACKED}: restore these runs first, python benchmarks/pack.py unpack FILE {out}/runs")
     grid = cells_of(study, options.only, options.extra)
     if not options.no_run:
         flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
@@ -178,7 +189,9 @@ def main() -> None:
     keys = (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")
     figures = {
         setting: {
-            method: {key: vars(group.stat(key)) for key in keys} | {"made": sorted({origin(run) for run in group.runs})}
+            method: {key: vars(group.stat(key)) for key in keys}
+            | {"uplink_bytes_to_alone": vars(_to_alone(groups, method, study["alone"]))}
+            | {"made": sorted({origin(run) for run in group.runs})}
             for method, group in groups.items()
         }
         for setting, groups in finished.items()
@@ -230,9 +243,10 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], 
         f"`{command}`. Mean ± standard deviation over seeds; two methods are apart when their means differ by more "
         "than both deviations together. MB are of all clients and rounds. The accuracy asked for in the last column is "
         "that of training alone, the bytes those until the first evaluation that has it, and `-` says that some seed "
-        "never had it. Every run's folder is under `runs`, and `results.json` says which method was computed where. "
-        "What is finished is not computed again: give another folder with `--out` to repeat it all, or take a row's "
-        "settings to `tdpfed compare`.", "",
+        "never had it. All runs are in [runs.jsonl.gz](runs.jsonl.gz) (`python benchmarks/pack.py unpack` restores "
+        "their folders), their settings in [study.toml](study.toml), and [results.json](results.json) says which "
+        "method was computed where. What is finished is not computed again: give another folder with `--out` to "
+        "repeat it all, or take a row's settings to `tdpfed compare`.", "",
         *(f"- {where}: {count} runs" for where, count in made.items()), "",
     ]  # fmt: skip
 
