@@ -181,6 +181,13 @@ def test_without_a_run_the_finished_ones_are_written_and_the_others_named_as_mis
     assert sorted(path.name for path in (tmp_path / "r" / "runs").iterdir() if "fedavg" in path.name) == []
 
 
+def test_without_a_folder_it_is_one_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "reproduce-mnist" / "runs" / "begun").mkdir(parents=True)
+    refused = CliRunner().invoke(app, ["reproduce", "mnist", "--table", "1", "--rounds", "1"])
+    assert "'runs/reproduce-mnist' holds runs already" in str(refused.exception)
+
+
 def test_a_folder_whose_runs_are_packed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl.gz").touch()
     result = CliRunner().invoke(app, ["reproduce", "mnist", "--rounds", "1", "--out", str(tmp_path)])
