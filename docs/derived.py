@@ -55,6 +55,11 @@ def percent(sources: Sources, *path: str) -> float:
     return 100 * float(walk(sources.tree(path[0]), path[1:]))
 
 
+def megabytes(sources: Sources, *path: str) -> float:
+    """Return bytes as megabytes."""
+    return float(walk(sources.tree(path[0]), [*path[1:], "mean"])) / 1e6
+
+
 def turns(sources: Sources, method: str, who: str) -> tuple[float, float]:
     """Return how many times as long as ours another takes, from turn to turn: the least and the most."""
     found = sources.tree("peers")["methods"][method]
@@ -123,6 +128,12 @@ def fewer_bytes(sources: Sources, data: str, without: str = "") -> tuple[float, 
     return min(shares), max(shares)
 
 
+def smaller(sources: Sources, setting: str, method: str, than: str) -> float:
+    """Return how many times fewer bytes a method uploads than another, in the study of settings."""
+    ours, theirs = (sources.tree("settings")[setting][one]["uplink_bytes"]["mean"] for one in (method, than))
+    return float(theirs / ours)
+
+
 def cost_of_x4(sources: Sources, data: str, codec: str = "") -> float:
     """Return the most points that TDPFed loses from compression 2 to compression 4, over the settings of a data set."""
     settings = [methods for setting, methods in sources.tree("settings").items() if setting.startswith(data)]
@@ -187,8 +198,8 @@ def trials(sources: Sources, folder: str, name: str) -> str:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "curve": curve, "percent": percent, "turns": turns, "times": times, "doubling": doubling, "clients": clients,
-    "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
+    "curve": curve, "percent": percent, "megabytes": megabytes, "turns": turns, "times": times, "doubling": doubling,
+    "clients": clients, "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
     "gpu-rounds": gpu_rounds, "trials": trials, "fewer-bytes": fewer_bytes, "cost-of-x4": cost_of_x4,
-    "demo-upload": demo_upload,
+    "smaller": smaller, "demo-upload": demo_upload,
 }  # fmt: skip
