@@ -1,4 +1,4 @@
-"""What every method comes to on one preset with one seed: accuracy, bytes and seconds side by side.
+"""Every method on one preset with one seed: accuracy, bytes and seconds side by side.
 
 A first look, not a study: one seed, so read differences of a few tenths of a point as noise.
 """
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     overrides = [f"run.rounds={options.rounds}", f"run.evaluate_every={options.rounds}"]
-    print(f"{'method':12} {'personalised':>12} {'global':>8} {'MB up':>8} {'seconds':>8}")
+    print(f"{'method':12} {'personalized':>12} {'global':>8} {'MB up':>8} {'seconds':>8}")
     for name in options.algorithms.split(","):
         config = load_config(options.preset, [*overrides, f"algorithm.name={name}"])
         simulation = prepare(config, options.data_root)
@@ -57,7 +57,7 @@ def page(result: Mapping[str, Any]) -> str:
     made, rows = result["provenance"], result["methods"]
     lines = [
         f"# Every method on the preset `{result['preset']}`: {rows[0]['rounds']} rounds, one seed", "",
-        "Accuracies in percent after the last round. Differences of a few tenths of a point are noise with one seed.",
+        "Accuracies in percent after the last round. With one seed, differences of a few tenths of a point are noise.",
         "",
         f"| | {' | '.join(COLUMNS.values())} | MB up | seconds |", "| --- |" + " ---: |" * (len(COLUMNS) + 2),
     ]  # fmt: skip

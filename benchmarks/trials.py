@@ -1,9 +1,9 @@
-"""Studies: a preset under many settings and seeds, each run recorded with what made it, and a table of the lot.
+"""Studies: a preset with many settings and seeds, each run recorded with its provenance, and a table of all of them.
 
-``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file beside it does not hold yet, adds it
+``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file next to it does not contain yet, adds it
 there, and writes ``results.json`` and ``README.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for
 all), ``metrics`` and tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row
-meets every column.
+is combined with every column.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("study", type=Path)
     parser.add_argument("--data-root", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None, help="folder; that of the study by default")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
     out = options.out or options.study.parent
@@ -130,7 +130,7 @@ def _page(study: dict[str, Any], runs: list[PackedRun], name: str) -> str:
     columns = list(study["columns"])
     lines = [
         f"# {study['title']}", "", study.get("text", "").strip(), "",
-        "In each cell: " + ", ".join(metric.replace("_", " ") for metric in study["metrics"]) + ", in percent"
+        "In each cell: " + " / ".join(metric.replace("_", " ") for metric in study["metrics"]) + ", in percent"
         + (f", mean ± standard deviation over seeds {study['seeds']}." if len(study["seeds"]) > 1 else ", one seed."),
         "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns),
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def _page(study: dict[str, Any], runs: list[PackedRun], name: str) -> str:
     )
     common = " ".join(f"`{setting}`" for setting in study.get("set", [])) or "none"
     lines += [
-        "", f"Preset `{study['preset']}`, settings for all: {common}. Settings of rows and columns: "
+        "", f"Preset `{study['preset']}`, settings of all runs: {common}. Settings of rows and columns: "
         "[study.toml](study.toml). Curves and provenance of every run: [runs.jsonl.gz](runs.jsonl.gz).", "",
         f"Command: `python benchmarks/trials.py results/{name}/study.toml`. Device: {', '.join(devices)}; "
         f"{', '.join(versions)}; commit {', '.join(commits)}.", "",
