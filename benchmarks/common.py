@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -52,6 +53,11 @@ def alternate(
             if turn >= warmup:
                 times[name].append(seconds)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def slug(name: str) -> str:
+    """Return a name as part of a file's name."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

@@ -1,23 +1,23 @@
 """Which pairs of classes are hard, and what dealing them in turn is worth: MNIST's records, client by client.
 
-Reads the finished runs under results/mnist (classes drawn at random) and results/mnist/classes-in-turn. A client counts
+Reads the packed runs of results/mnist (classes drawn at random) and results/mnist-classes-in-turn. A client counts
 with the median of its last ten accuracies. Compared are all clients, those with a pair that is hard to tell apart, and
 the pairs that both ways of dealing have.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import provenance, write
+from common import ROOT, provenance, write
+from pack import PACKED, read
 
 from tdpfed.data import make_federation
 
-RESULTS = Path(__file__).parents[1] / "results" / "mnist"
-PLACES = {"classes": RESULTS / "runs", "classes-in-turn": RESULTS / "classes-in-turn" / "runs"}
+RESULTS = ROOT / "results"
+PLACES = {"classes": RESULTS / "mnist", "classes-in-turn": RESULTS / "mnist-classes-in-turn"}
 RUNS = ("tdpfed-x2-eta=3e-4", "local")
 HARD = {(3, 5), (3, 8), (4, 7), (4, 9), (5, 8), (7, 9)}
 CLIENTS, SEEDS, LATE = 20, 3, 10
@@ -28,10 +28,10 @@ Pair = tuple[int, ...]
 def accuracies(kind: str, run: str, root: Path | None) -> list[tuple[Pair, float]]:
     """Return the classes and the late accuracy, in per cent, of every client of every seed."""
     found = []
+    runs = read(PLACES[kind] / PACKED)
     for seed in range(SEEDS):
         data = make_federation("mnist", root=root, partition=kind, clients=CLIENTS, seed=seed)
-        lines = (PLACES[kind] / f"{run}-seed{seed}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        late = [json.loads(line)["client_accuracy"] for line in lines[-LATE:]]
+        late = [record["client_accuracy"] for record in runs[f"{run}-seed{seed}"]["records"][-LATE:]]
         for client in range(CLIENTS):
             classes = tuple(data.client(client)[1].unique().tolist())
             found.append((classes, 100 * statistics.median(record[client] for record in late)))
@@ -41,7 +41,7 @@ def accuracies(kind: str, run: str, root: Path | None) -> list[tuple[Pair, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=PLACES["classes-in-turn"].parent / "pairs.json")
+    parser.add_argument("--out", type=Path, default=PLACES["classes-in-turn"] / "pairs.json")
     options = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance(0, torch.device("cpu")), "runs": {}}
     for run in RUNS:

@@ -1,14 +1,19 @@
-"""Methods side by side in many settings: who wins where, by how much, and at what cost in bytes.
+"""Compare methods in many settings: which is best, by how much, and with how many uploaded bytes.
 
-``python benchmarks/settings.py benchmarks/studies/settings.toml`` runs what is not finished under ``--out`` and writes
-tables, verdicts and plots of accuracy against uploaded bytes there, of the settings that are finished. The checkpoints
-of finished runs are deleted. A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
+``python benchmarks/settings.py results/settings/study.toml`` runs what is not finished in the folder ``runs`` beside
+the study, and writes tables, verdicts and plots of accuracy against uploaded bytes for the settings that are finished.
+The checkpoints of finished runs are deleted. Restore the packed runs first, and pack them again at the end:
+
+    python benchmarks/pack.py unpack results/settings/runs.jsonl.gz results/settings/runs
+    python benchmarks/settings.py results/settings/study.toml
+    python benchmarks/pack.py pack results/settings
+
+A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
 trains ``alone`` and which are in the table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
 """
 
 import argparse
 import json
-import re
 import shutil
 import tomllib
 from collections import Counter
@@ -18,8 +23,9 @@ from typing import Any
 
 import matplotlib
 import torch
-from common import ROOT, provenance, write
+from common import provenance, slug, write
 from matplotlib.figure import Figure
+from pack import PACKED
 
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.report.figures import COLOURS, MARKERS, STYLE
@@ -30,16 +36,11 @@ from tdpfed.runs.folder import CONFIG, RunFolder
 from tdpfed.runs.grid import Cell, CellResult, run_cells
 
 COLUMNS = {
-    "personalized_accuracy": "personalised %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
+    "personalized_accuracy": "personalized %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
 }  # fmt: skip
 CODED = ", int8"
 """How methods end that send what another does in another codec: the same colour, dotted."""
 COLOURS_OF_ALL = (*COLOURS, "#7f5539", "#808080", "#b5bd00")
-
-
-def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
@@ -79,23 +80,31 @@ def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
 
 
 def table(groups: Mapping[str, Group], alone: str) -> list[str]:
-    """Return every method's figures; what is asked for in bytes is the accuracy of training alone."""
-    target = groups[alone].stat("personalized_accuracy").mean or 0.0
+    """Return every method's numbers; the last column counts the bytes until the accuracy of training alone."""
+    target = _target(groups, alone)
     lines = [
         f"| | {' | '.join(COLUMNS.values())} | MB up | MB up to {100 * target:.2f} % |",
         "| --- |" + " ---: |" * (len(COLUMNS) + 2),
     ]
     for method, group in groups.items():
         figures = [shown(group.stat(key)) for key in COLUMNS]
-        cost = Stat(0.0) if method == alone else reach(group, target)[1]
-        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(cost, 1e-6)]
+        sent = [shown(group.stat("uplink_bytes"), 1e-6), shown(_to_alone(groups, method, alone), 1e-6)]
         lines.append(f"| {method} | {' | '.join([*figures, *sent])} |")
     return lines
 
 
+def _target(groups: Mapping[str, Group], alone: str) -> float:
+    return groups[alone].stat("personalized_accuracy").mean or 0.0
+
+
+def _to_alone(groups: Mapping[str, Group], method: str, alone: str) -> Stat:
+    """Return the bytes that a method uploads until it has the accuracy of training alone."""
+    return Stat(0.0) if method == alone else reach(groups[method], _target(groups, alone))[1]
+
+
 def glance(finished: Mapping[str, Mapping[str, Group]], methods: Sequence[str]) -> list[str]:
-    """Return personalised accuracy of some methods in all settings, the best of them in bold."""
-    lines = [f"| personalised % | {' | '.join(methods)} |", "| --- |" + " ---: |" * len(methods)]
+    """Return the personalized accuracy of some methods in all settings, the best of them in bold."""
+    lines = [f"| personalized % | {' | '.join(methods)} |", "| --- |" + " ---: |" * len(methods)]
     for setting, groups in finished.items():
         means = [groups[method].stat("personalized_accuracy").mean or 0.0 for method in methods]
         texts = [f"{100 * mean:.1f}" for mean in means]
@@ -109,26 +118,26 @@ def glance(finished: Mapping[str, Mapping[str, Group]], methods: Sequence[str]) 
     shares = [
         sum(one[setting] / most for setting, most in zip(finished, full, strict=True)) / len(full) for one in sent
     ]
-    lines.append(f"| uploaded, share of the most | {' | '.join(f'{share:.2f}' for share in shares)} |")
+    lines.append(f"| uploaded, relative to the largest | {' | '.join(f'{share:.2f}' for share in shares)} |")
     return lines
 
 
 def verdict(groups: Mapping[str, Group]) -> str:
-    """Return in a sentence who is best, who is not apart from it, and who of these sends least."""
+    """Return which method is best, which are not separated from it, and which of these uploads the fewest bytes."""
     stats = {method: group.stat("personalized_accuracy") for method, group in groups.items()}
     best = max(stats, key=lambda method: stats[method].mean or 0.0)
     close = [method for method in stats if method != best and not stats[method].apart(stats[best])]
-    text = f"Best personalised accuracy: **{best}**, {shown(stats[best])} %"
+    text = f"Best personalized accuracy: **{best}**, {shown(stats[best])} %"
     if stats[best].spread is None:
-        return f"{text} (one seed: nothing says how far apart others are)."
-    text += f"; not apart from it: {', '.join(close)}." if close else "; all others are apart from it."
+        return f"{text}. With one seed it is not known which differences are significant."
+    text += f". Not separated from it: {'; '.join(close)}." if close else ". All others are separated from it."
     sends = {method: groups[method].stat("uplink_bytes").mean or 0.0 for method in (best, *close)}
     least = min(sends, key=lambda method: sends[method])
-    return f"{text} Of these {least} sends least, {sends[least] / 1e6:,.2f} MB." if close else text
+    return f"{text} Of these, *{least}* uploads the fewest bytes, {sends[least] / 1e6:,.2f} MB." if close else text
 
 
 def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
-    """Draw accuracy against uploaded bytes; a method that sends nothing is a line across."""
+    """Draw accuracy by uploaded bytes; a method that sends nothing is a horizontal line."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes: Any = figure.subplots()
@@ -142,7 +151,7 @@ def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
                 axes.axhline(accuracy[-1], linestyle="--", **look)
                 continue
             axes.plot(sent, accuracy, linestyle=dash, marker=MARKERS[i % len(MARKERS)], markevery=(i % 3, 3), **look)
-        axes.set(xscale="log", xlabel="uploaded by all clients together, MB", ylabel="personalised accuracy, %")
+        axes.set(xscale="log", xlabel="uploaded by all clients together, MB", ylabel="personalized accuracy, %")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(title)
         figure.legend(loc="outside right upper", fontsize=7)
@@ -153,13 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=None, help="folder; results/STUDY by default")
+    parser.add_argument("--out", type=Path, default=None, help="folder; that of the study by default")
     parser.add_argument("--only", action="append", default=[], help="settings whose name has this word; repeatable")
     parser.add_argument("--set", action="append", default=[], dest="extra", help="a setting for all runs; repeatable")
     parser.add_argument("--no-run", action="store_true", help="write what is finished")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
-    out = options.out or ROOT / "results" / options.study.stem
+    out = options.out or options.study.parent
+    if (out / PACKED).exists() and not (out / "runs").exists():
+        raise SystemExit(f"{out / PACKED}: restore these runs first, python benchmarks/pack.py unpack FILE {out}/runs")
     grid = cells_of(study, options.only, options.extra)
     if not options.no_run:
         flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
@@ -178,7 +189,9 @@ def main() -> None:
     keys = (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")
     figures = {
         setting: {
-            method: {key: vars(group.stat(key)) for key in keys} | {"made": sorted({origin(run) for run in group.runs})}
+            method: {key: vars(group.stat(key)) for key in keys}
+            | {"uplink_bytes_to_alone": vars(_to_alone(groups, method, study["alone"]))}
+            | {"made": sorted({origin(run) for run in group.runs})}
             for method, group in groups.items()
         }
         for setting, groups in finished.items()
@@ -220,19 +233,20 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], 
         lines += [
             f"## {setting}", "", verdict(groups), "", *table(groups, study["alone"]), "",
             f"Preset `{given['preset']}`{settings}, {seeds} seed{'s' * (seeds != 1)}, {rounds} rounds.", "",
-            f"![Accuracy against uploaded bytes]({slug(setting)}.svg)", "",
+            f"![Accuracy by uploaded bytes]({slug(setting)}.svg)", "",
         ]  # fmt: skip
     runs = [run for groups in finished.values() for group in groups.values() for run in group.runs]
     made = Counter(origin(run) for run in runs)
     return [
         *lines,
-        "## Where this comes from", "",
-        f"`{command}`. Mean ± standard deviation over seeds; two methods are apart when their means differ by more "
-        "than both deviations together. MB are of all clients and rounds. The accuracy asked for in the last column is "
-        "that of training alone, the bytes those until the first evaluation that has it, and `-` says that some seed "
-        "never had it. Every run's folder is under `runs`, and `results.json` says which method was computed where. "
-        "What is finished is not computed again: give another folder with `--out` to repeat it all, or take a row's "
-        "settings to `tdpfed compare`.", "",
+        "## How this was made", "",
+        f"Command: `{command}`. Numbers are mean ± standard deviation over seeds; two methods are separated if their "
+        "means differ by more than the sum of their standard deviations. *MB up* counts all clients and rounds. The "
+        "last column counts the bytes until the first evaluation with at least the accuracy of training alone; `-` "
+        "means that some seed never reached it. All runs are in [runs.jsonl.gz](runs.jsonl.gz) (`python "
+        "benchmarks/pack.py unpack` restores their folders), their settings in [study.toml](study.toml), and "
+        "[results.json](results.json) says where each method was computed. Finished runs are not repeated: to repeat "
+        "all of them give another folder with `--out`, or use the settings of one row with `tdpfed compare`.", "",
         *(f"- {where}: {count} runs" for where, count in made.items()), "",
     ]  # fmt: skip
 

@@ -1,12 +1,12 @@
-"""Studies: a preset under many settings and seeds, each run recorded with what made it, and a table of the lot.
+"""Studies: a preset with many settings and seeds, each run recorded with its provenance, and a table of all of them.
 
-``python benchmarks/trials.py benchmarks/studies/NAME.toml`` runs what ``results/NAME.json`` does not hold yet, and
-writes it and ``results/NAME.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for all), ``metrics`` and
-tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row meets every column.
+``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file next to it does not contain yet, adds it
+there, and writes ``results.json`` and ``README.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for
+all), ``metrics`` and tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row
+is combined with every column.
 """
 
 import argparse
-import json
 import statistics
 import time
 import tomllib
@@ -14,14 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, provenance, write
+from common import provenance, slug, write
+from pack import PACKED, PackedRun, read
+from pack import write as write_packed
 
-from tdpfed.config.loading import load_config
+from tdpfed.config.loading import load_config, to_toml
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare, threads
 from tdpfed.runs.summary import facts_of, summarize
 from tdpfed.server.records import Record
 
+FIGURES = (
+    "personalized_accuracy", "best_personalized_accuracy", "global_accuracy", "compression_rate", "rejected_uploads",
+)  # fmt: skip
 CURVE = ("round", "loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "uplink_bytes", "seconds")
 
 
@@ -29,23 +34,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path)
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument("--out", type=Path, default=None, help="folder; that of the study by default")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
-    path = options.out / f"{options.study.stem}.json"
-    cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"] if path.exists() else []
-    known, began = {_key(cell) for cell in cells}, time.perf_counter()
+    out = options.out or options.study.parent
+    runs = read(out / PACKED) if (out / PACKED).exists() else {}
+    known, began = {_key(run["cell"]) for run in runs.values()}, time.perf_counter()
     for cell in _cells(study):
         if _key(cell) in known or time.perf_counter() - began > options.seconds:
             continue
-        cells.append({**cell, **_run(cell, options.data_root)})
-        print(
-            cell["row"], cell["column"], cell["seed"], cells[-1].get("error") or _shown(study, [cells[-1]]), flush=True
-        )
-        write(path, {"title": study["title"], "preset": study["preset"], "cells": cells})
+        run = _run(cell, options.data_root)
+        runs[run["name"]] = run
+        print(cell["row"], cell["column"], cell["seed"], run["cell"]["error"] or _shown(study, [run]), flush=True)
+        out.mkdir(parents=True, exist_ok=True)
+        write_packed(out / PACKED, runs.values())
     wanted = {_key(cell) for cell in _cells(study)}
-    path.with_suffix(".md").write_text(_table(study, [cell for cell in cells if _key(cell) in wanted]))
+    made = [run for run in runs.values() if _key(run["cell"]) in wanted]
+    write(out / "results.json", {"title": study["title"], "preset": study["preset"], "rows": _figures(study, made)})
+    (out / "README.md").write_text(_page(study, made, out.name), encoding="utf-8")
 
 
 def _cells(study: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +71,8 @@ def _key(cell: dict[str, Any]) -> tuple[str, ...]:
     return (cell["preset"], *cell["settings"])
 
 
-def _run(cell: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
+def _run(cell: dict[str, Any], data_root: Path | None) -> PackedRun:
+    """Return a run of a cell as it is packed; what the cell was and what made it stand under ``cell``."""
     config = load_config(cell["preset"], cell["settings"])
     simulation = prepare(config, data_root)
     torch.set_num_threads(threads(config, simulation))
@@ -75,37 +83,62 @@ def _run(cell: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
     except TDPFedError as stopped:
         error = str(stopped)
     summary = summarize(facts_of(simulation, config.model.name), records, "finished" if error is None else "failed")
-    curve = [{key: record.as_dict()[key] for key in CURVE} for record in records]
     made = provenance(config.run.seed, simulation.federation.device)
-    return {"error": error, "summary": summary, "curve": curve, "provenance": made}
+    return {
+        "name": f"{slug(cell['row'])}_{slug(cell['column'])}_seed{cell['seed']}",
+        "config": to_toml(config),
+        "records": [{key: record.as_dict()[key] for key in CURVE} for record in records],
+        "summary": summary,
+        "cell": {**cell, "error": error, "provenance": made},
+    }
 
 
-def _shown(study: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+def _of(runs: list[PackedRun], row: str, column: str) -> list[PackedRun]:
+    return [run for run in runs if (run["cell"]["row"], run["cell"]["column"]) == (row, column)]
+
+
+def _figures(study: dict[str, Any], runs: list[PackedRun]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return mean and standard deviation over seeds of every cell; accuracies are in percent."""
+    return {
+        row: {column: _stats(_of(runs, row, column)) for column in study["columns"] if _of(runs, row, column)}
+        for row in study["rows"]
+    }
+
+
+def _stats(runs: list[PackedRun]) -> dict[str, Any]:
+    found: dict[str, Any] = {"seeds": len(runs), "failed": sum(run["cell"]["error"] is not None for run in runs)}
+    for key in FIGURES:
+        scale = 100 if key.endswith("accuracy") else 1
+        values = [scale * run["summary"][key] for run in runs if run["summary"].get(key) is not None]
+        if len(values) == len(runs) and not found["failed"]:
+            found[key] = {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
+    return found
+
+
+def _shown(study: dict[str, Any], runs: list[PackedRun]) -> str:
     """Return the study's metrics of runs that differ in their seed alone: means, and spreads if there are several."""
-    if not cells:
+    if not runs:
         return ""
-    if any(cell["error"] for cell in cells):
+    stats = _stats(runs)
+    if stats["failed"]:
         return "fails"
-    shown = []
-    for metric in study["metrics"]:
-        values = [100 * cell["summary"][metric] for cell in cells]
-        spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        shown.append(f"{statistics.mean(values):.2f}{spread}")
-    return " / ".join(shown)
+    texts = [(f"{stats[metric]['mean']:.2f}", stats[metric]["sd"]) for metric in study["metrics"]]
+    return " / ".join(mean if sd is None else f"{mean} ± {sd:.2f}" for mean, sd in texts)
 
 
-def _table(study: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+def _page(study: dict[str, Any], runs: list[PackedRun], name: str) -> str:
     columns = list(study["columns"])
     lines = [
         f"# {study['title']}", "", study.get("text", "").strip(), "",
-        "In each cell: " + ", ".join(metric.replace("_", " ") for metric in study["metrics"]) + ", in per cent"
+        "In each cell: " + " / ".join(metric.replace("_", " ") for metric in study["metrics"]) + ", in percent"
         + (f", mean ± standard deviation over seeds {study['seeds']}." if len(study["seeds"]) > 1 else ", one seed."),
         "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns),
     ]  # fmt: skip
-    for row in study["rows"]:
-        found = [[cell for cell in cells if (cell["row"], cell["column"]) == (row, column)] for column in columns]
-        lines.append(f"| {row} | " + " | ".join(_shown(study, some) for some in found) + " |")
-    made = [cell["provenance"] for cell in cells]
+    lines += [
+        f"| {row} | " + " | ".join(_shown(study, _of(runs, row, column)) for column in columns) + " |"
+        for row in study["rows"]
+    ]
+    made = [run["cell"]["provenance"] for run in runs]
     devices, versions, commits = (
         sorted({value(one) for one in made})
         for value in (
@@ -116,11 +149,12 @@ def _table(study: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     )
     common = " ".join(f"`{setting}`" for setting in study.get("set", [])) or "none"
     lines += [
-        "", f"Preset `{study['preset']}`, settings for all: {common}. "
-        "Settings of rows and columns, curves and provenance of every run are in the JSON file of the same name.", "",
-        f"Device: {', '.join(devices)}; {', '.join(versions)}; commit {', '.join(commits)}.", "",
+        "", f"Preset `{study['preset']}`, settings of all runs: {common}. Settings of rows and columns: "
+        "[study.toml](study.toml). Curves and provenance of every run: [runs.jsonl.gz](runs.jsonl.gz).", "",
+        f"Command: `python benchmarks/trials.py results/{name}/study.toml`. Device: {', '.join(devices)}; "
+        f"{', '.join(versions)}; commit {', '.join(commits)}.", "",
     ]  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join(line for n, line in enumerate(lines) if line or lines[n - 1])
 
 
 if __name__ == "__main__":

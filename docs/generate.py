@@ -1,6 +1,7 @@
-"""Write what the code knows best into docs: every key of the configuration, every command and its options.
+"""Write what the code and the result files know best into the pages.
 
-``python docs/generate.py`` renews the part below the mark in ``configuration.md`` and ``command-line.md``;
+``python docs/generate.py`` renews the reference of every configuration key and every command, below the mark in
+``configuration.md`` and ``command-line.md``, and the measured numbers of README, docs and results (``figures.py``).
 ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
 """
 
@@ -11,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import figures
 import typer
+from sources import FigureError, Sources
 
 from tdpfed.algorithms import ALGORITHMS, DEFAULT
 from tdpfed.cli import app
@@ -63,17 +66,27 @@ def _table(first: str, rows: Sequence[Sequence[Any]]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Return each page as it should be: its own text up to the mark, then what is generated."""
+    """Return each page as it should be: its own text, what is generated below a mark, and its numbers renewed."""
     made = {"configuration.md": configuration(), "command-line.md": command_line(typer.main.get_command(app))}
     paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
-    return {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
+    texts = {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
+    root = Path(__file__).parents[1]
+    sources = Sources(root)
+    for path in figures.pages(root):
+        try:
+            text = texts[path] if path in texts else path.read_text(encoding="utf-8")
+            texts[path] = figures.filled(text, sources)
+        except FigureError as error:
+            raise SystemExit(f"{path.relative_to(root)}: {error}") from error
+    return texts
 
 
 def main(arguments: Sequence[str]) -> int:
     """Renew the pages, or with ``--check`` name those that are out of date; return the exit status."""
     changed = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
     for path, text in changed.items():
-        sys.stdout.write(f"{path.name}: {'out of date' if '--check' in arguments else 'written'}\n")
+        name = path.relative_to(Path(__file__).parents[1])
+        sys.stdout.write(f"{name}: {'out of date' if '--check' in arguments else 'written'}\n")
         if "--check" not in arguments:
             path.write_text(text, encoding="utf-8")
     return int("--check" in arguments and bool(changed))

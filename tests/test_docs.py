@@ -4,6 +4,7 @@ import importlib.util
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 KEYS = {name: {key.name: key.default for key in describe(name)} for name in ALGORITHMS}
+needs_results = pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source distribution has no results")
 SECTIONS = {key.partition(".")[0] for key in KEYS["tdpfed"]}
 
 
@@ -84,7 +86,8 @@ def broken(page: Path) -> Iterator[str]:
             yield f"{link}: no such heading"
 
 
-@pytest.mark.parametrize("page", names(EVERY_PAGE))
+@needs_results
+@pytest.mark.parametrize("page", names([*EVERY_PAGE, *sorted((ROOT / "results").rglob("*.md"))]))
 def test_links_resolve(page: Path) -> None:
     assert not list(broken(page))
 
@@ -184,8 +187,8 @@ def test_keys_in_the_text_exist(page: Path) -> None:
 # -- generated pages, and what pages list ------------------------------------------------------------------------------
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def generator(root: Path = ROOT) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", root / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -193,19 +196,58 @@ def generator() -> ModuleType:
     return module
 
 
+@needs_results
 def test_generated_pages_are_current() -> None:
     assert generator().main(["--check"]) == 0, "run: python docs/generate.py"
 
 
-def test_the_generator_writes_once_and_sees_a_page_that_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = generator()
-    for name in ("configuration.md", "command-line.md"):
-        (tmp_path / name).write_text("# By hand\n", encoding="utf-8")
-    monkeypatch.setattr(made, "__file__", str(tmp_path / "generate.py"))
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """Return a copy of the pages and of the files that their numbers come from."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for folder in ("docs", "results", "benchmarks/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    return tmp_path
+
+
+@needs_results
+def test_the_generator_sees_a_reference_that_is_old_and_writes_once(copy: Path) -> None:
+    (copy / "docs/configuration.md").write_text("# By hand\n", encoding="utf-8")
+    made = generator(copy)
     assert [made.main(["--check"]), made.main([]), made.main(["--check"])] == [1, 0, 0]
-    assert text_of(tmp_path / "configuration.md").startswith("# By hand\n")
+    assert text_of(copy / "docs/configuration.md").startswith("# By hand\n")
+
+
+@needs_results
+def test_the_generator_sees_a_number_that_was_edited(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = generator(copy)
+    for name in ("README.md", "docs/paper.md", "results/README.md"):
+        page = copy / name
+        text = text_of(page)
+        number = re.search(r"(?<=-->)[\d.]+(?=<!--/-->)", text)
+        assert number is not None
+        page.write_text(text[: number.start()] + "12.34" + text[number.end() :], encoding="utf-8")
+        assert made.main(["--check"]) == 1
+        assert capsys.readouterr().out == f"{name}: out of date\n"
+        assert made.main([]) == 0
+        assert capsys.readouterr().out == f"{name}: written\n"
+        assert text_of(page) == text
+
+
+@needs_results
+def test_the_generator_sees_a_result_that_changed(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy / "benchmarks/results/flower.json"
+    file.write_text(re.sub(r'("rounds_per_minute": )[\d.]+', r"\g<1>1.5", text_of(file)), encoding="utf-8")
+    assert generator(copy).main(["--check"]) == 1
+    assert capsys.readouterr().out == "docs/deployment.md: out of date\n"
+
+
+@needs_results
+def test_the_generator_refuses_an_unknown_key(copy: Path) -> None:
+    with (copy / "README.md").open("a", encoding="utf-8") as page:
+        page.write("\nIt has <!--=mnist/nothing/ours-->99.9<!--/--> %.\n")
+    with pytest.raises(SystemExit, match="mnist/nothing/ours"):
+        generator(copy).main(["--check"])
 
 
 def tables(markdown: str, heading: str) -> dict[str, list[str]]:

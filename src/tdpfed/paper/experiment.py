@@ -17,6 +17,9 @@ from tdpfed.report.group import Group
 from tdpfed.report.read import SUMMARY, Run, read_runs
 from tdpfed.runs.grid import Cell, CellResult
 
+PACKED = "runs.jsonl.gz"
+"""Runs of a folder as `benchmarks/pack.py` packs them."""
+
 Groups = dict[str, Group]
 
 
@@ -39,7 +42,15 @@ def choose(study: Study, tables_: Sequence[int], figures: Sequence[int]) -> tupl
 
 
 def with_earlier(folder: Path, tables_: Sequence[int], figures: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return what to make so that nothing is lost that a folder's earlier calls have made."""
+    """Return what to make so that nothing is lost that a folder's earlier calls have made.
+
+    A folder whose runs are packed is refused: without them the tables would be made of new runs alone.
+    """
+    if (folder / PACKED).exists() and not (folder / "runs").exists():
+        raise TDPFedError(
+            f"--out: {str(folder)!r} holds packed runs; restore them with `python benchmarks/pack.py unpack "
+            f"{folder / PACKED} {folder / 'runs'}`, or give a new folder"
+        )
     try:
         made = json.loads((folder / "results.json").read_text(encoding="utf-8"))["made"]
         return sorted({*tables_, *made["tables"]}), sorted({*figures, *made["figures"]})

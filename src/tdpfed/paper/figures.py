@@ -12,7 +12,7 @@ OF = {"personalized_accuracy": "personalised", "global_accuracy": "global", "loc
 
 
 def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str, Group]) -> list[Path]:
-    """Draw the figures as PNG and SVG, two panels each; return the files."""
+    """Draw the figures as SVG, two panels each; return the files."""
     if not figures:
         return []
     check("--figure")
@@ -30,9 +30,8 @@ def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str
                 axes.set(title=f"({panel})", xlabel="communication round")
                 axes.legend(fontsize=7.5)
             panels[0].set_ylabel("test accuracy, %" if study.figures[number] == "accuracy" else "training loss")
-            for suffix in ("png", "svg"):
-                files.append(folder / f"figure-{number}.{suffix}")
-                figure.savefig(files[-1])
+            files.append(folder / f"figure-{number}.svg")
+            figure.savefig(files[-1], metadata={"Date": None})
     return files
 
 

@@ -172,8 +172,7 @@ def to_page(
         given = "".join(f"- {row.label}: {' '.join(f'`{one}`' for one in study.runs[row.run])}\n" for row in ours)
         parts += [f"Settings beside those of the preset:\n\n{given}"] if ours else []
     for image in images:
-        if image.suffix == ".png":
-            parts.append(f"## {image.stem.replace('-', ' ').capitalize()}\n\n![{image.stem}]({image.name})\n")
+        parts.append(f"## {image.stem.replace('-', ' ').capitalize()}\n\n![{image.stem}]({image.name})\n")
     if failed:
         parts.append("## Runs that failed\n\n" + "".join(f"- {line}\n" for line in failed))
     parts.append(
