@@ -186,7 +186,7 @@ def test_only_a_sample_of_the_clients_is_evaluated() -> None:
     ]
     whole, some = (run.final for run in runs)
     judged = [k for k, accuracy in enumerate(some.client_accuracy) if accuracy is not None]
-    assert judged == runs[1].simulation.judged.tolist()
+    assert judged == runs[1].simulation.recorder.evaluated.tolist()
     assert len(judged) == 3
     assert [some.client_accuracy[k] for k in judged] == [whole.client_accuracy[k] for k in judged]
     right = sum(round(some.client_accuracy[k] * int(data.test_size[k])) for k in judged)  # type: ignore[operator, misc]
@@ -194,7 +194,7 @@ def test_only_a_sample_of_the_clients_is_evaluated() -> None:
     assert some.local_accuracy == whole.local_accuracy  # of those who trained
     assert small.equal(runs[0].simulation, runs[1].simulation)
     again = simulate(small.mlp(), data, small.variants()["fedavg"], 1, seed=5, evaluate_clients=3)
-    assert again.simulation.judged.tolist() != judged
+    assert again.simulation.recorder.evaluated.tolist() != judged
 
 
 @pytest.mark.parametrize("given", [0, 10])

@@ -91,7 +91,8 @@ def test_the_summary_says_what_the_run_came_to() -> None:
     assert (summary["train_loss"], summary["seconds"]) == (last.loss, last.seconds)
     assert (summary["uplink_bytes"], summary["downlink_bytes"]) == (last.uplink_bytes, last.downlink_bytes)
     assert summary["bytes_per_client_round"] == (last.uplink_bytes + last.downlink_bytes) / 20
-    plan = simulation.algorithm.plan  # type: ignore[attr-defined]
+    plan = simulation.algorithm.plan
+    assert plan is not None
     assert summary["compression_rate"] == pytest.approx(plan.compression_rate, rel=0.2)
     assert summary["parameters"] == plan.dense.size
     assert summary["versions"]["tdpfed"] == tdpfed.__version__

@@ -89,7 +89,8 @@ def test_label_flip_changes_training_labels_of_the_hostile_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rule": Rule(gauge=1.0)}, "use 'tdpfed'"), ({"attack": Attack("gauge")}, "use 'tdpfed'"),
+        ({"rule": Rule(gauge=1.0)}, "one of CP factors, and 'fedavg' sends none"),
+        ({"attack": Attack("gauge")}, "one of CP factors, and 'fedavg' sends none"),
         ({"codec": "int9"}, "did you mean 'int8'"),
     ],
 )  # fmt: skip
@@ -120,8 +121,9 @@ def test_the_configuration_reaches_the_uplink() -> None:
         "robust.attack_strength=3",
         "wire.codec=int8",
     ]
-    uplink = prepare(load_config("digits", overrides)).uplink
-    assert (uplink.rule.name, uplink.rule.gauge, uplink.codec) == ("median", 2.0, "int8")
+    simulation = prepare(load_config("digits", overrides))
+    rule, uplink = simulation.server_round.rule, simulation.uplink
+    assert (rule.name, rule.gauge, uplink.codec) == ("median", 2.0, "int8")
     assert uplink.attack == Attack("noise", 0.2, 3.0)
 
 
