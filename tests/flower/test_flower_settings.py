@@ -68,7 +68,10 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"flower.secure_aggregation": True}, "SecAgg\\+ works only with its older client"),
         ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules look at each client"),
         ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules look at each client"),
-        ({"flower.secure_aggregation": True, "algorithm.aggregation": "act"}, "ACT composes each client's tensor"),
+        (
+            {"flower.secure_aggregation": True, "algorithm.aggregation": "act"},
+            "with these settings 'tdpfed' needs each client's upload",
+        ),
         ({"flower.secure_aggregation": True, "algorithm.name": "local"}, "'local' has no common vector"),
     ],
 )

@@ -109,13 +109,16 @@ def flat(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def _refuse_secure_aggregation(config: Config, flower: Flower) -> None:
     if not flower.secure_aggregation:
         return
-    rule, method = rule_of(config), config.algorithm
+    rule, algorithm = rule_of(config), config.make_algorithm()
     if rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
         why = "robust rules look at each client's upload, and under secure aggregation the server sees only the sum"
-    elif method.get("aggregation") == "act":
-        why = "ACT composes each client's tensor, and under secure aggregation the server sees only the sum of factors"
-    elif method["name"] in ("fedavg_sar", "local"):
-        why = f"{method['name']!r} has no common vector that could be summed under masks"
+    elif not algorithm.communicates or algorithm.shared_seed:
+        why = f"{algorithm.name!r} has no common vector that could be summed under masks"
+    elif not algorithm.summable:
+        why = (
+            f"with these settings {algorithm.name!r} needs each client's upload, and under secure aggregation the "
+            "server sees only the sum"
+        )
     else:
         why = (
             "the average would fit, but Flower's SecAgg+ works only with its older client and strategy interface, "

@@ -2,8 +2,9 @@
 
 import torch
 
-from tdpfed.algorithms import TDPFed
+from tdpfed.algorithms import ALGORITHMS, Algorithm
 from tdpfed.config.loading import Config, parse_config
+from tdpfed.core.layout import Layout
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data import available
 from tdpfed.errors import TDPFedError
@@ -13,24 +14,17 @@ from tdpfed.report.read import Run
 
 def plan_of(run: Run) -> FactorPlan | str | None:
     """Return the plan, or in words why it cannot be shown; None for a method without factors."""
-    if run.algorithm != TDPFed.name:
+    method = ALGORITHMS.get(run.algorithm)
+    if method is None or method.plan is Algorithm.plan:  # it has none of its own
         return None
     try:
         config = parse_config(run.config)
-        algorithm = config.make_algorithm()
-        assert isinstance(algorithm, TDPFed)
         if ":" in config.model.name:
             return f"{config.model.name} is a model of your own, which a report does not import; see tdpfed plan"
         shape, classes = _input(config)
         with torch.device("meta"):
             model = from_spec(config.model.name, shape, classes)
-        return FactorPlan.of(
-            model,
-            algorithm.compression,
-            ranks=algorithm.ranks or {},
-            include=algorithm.include,
-            exclude=algorithm.exclude,
-        )
+        return config.make_algorithm().bind(Layout.of(model), population=1).plan
     except TDPFedError as error:
         return str(error)
 
