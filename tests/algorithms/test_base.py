@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import small
-from tdpfed.algorithms import ALGORITHMS, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
-from tdpfed.algorithms.base import to_each
+from tdpfed.algorithms import ALGORITHMS, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+from tdpfed.core.state import Turn, to_each
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.server.robust import weighted_mean
+from tdpfed.server.averages import robust_averages
+from tdpfed.server.robust import Rule
 
 BAD: list[tuple[type, str, Any, list[str]]] = [
     (FedAvg, "tau", 0, ["at least 1"]),
@@ -80,9 +81,9 @@ def test_every_algorithm_has_its_name_documented_settings_and_rates() -> None:
         assert algorithm.name == name
         assert all(item.metadata["doc"] for item in algorithm.hyper_parameters())
         assert "layout" not in {item.name for item in algorithm.hyper_parameters()}
-        assert "eta" in algorithm().learning_rates
-    assert TDPFed().learning_rates == {"eta": 8e-4, "eta_p": 0.08}
-    assert PerFedAvg().learning_rates == {"eta": 0.05, "alpha": 0.01}
+        assert "eta" in algorithm().rates
+    assert TDPFed().rates == {"eta": 8e-4, "eta_p": 0.08}
+    assert PerFedAvg().rates == {"eta": 0.05, "alpha": 0.01}
 
 
 def test_the_papers_settings_are_the_defaults() -> None:
@@ -110,7 +111,9 @@ def test_no_function_changes_its_arguments(name: str, runner: Any) -> None:
     uploads = {key: value.clone() for key, value in outcome.upload.items()}
     kept = {key: value.clone() for key, value in outcome.private.items()}
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)
-    simulation.algorithm.aggregate(simulation.server, outcome.upload, weights, turn, weighted_mean)
+    center = simulation.algorithm.center(simulation.server) if simulation.server else {}
+    averages = robust_averages(outcome.upload, weights, center, Rule())
+    simulation.algorithm.aggregate(simulation.server, outcome.upload, averages, turn)
     simulation.algorithm.local_model(outcome.private, outcome.upload)
     simulation.algorithm.global_model(simulation.server)
     for before, after in (

@@ -5,7 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import small
-from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg, Turn
+from tdpfed.algorithms import FedAvg, FedAvgSAR, Local, PerFedAvg
+from tdpfed.core.draws import Subsets
+from tdpfed.core.layout import Layout
+from tdpfed.core.plain import PlainLocal
+from tdpfed.core.state import Turn
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.participation import Participation
 
@@ -76,27 +80,23 @@ def test_perfedavg_takes_fresh_minibatches_for_each_purpose() -> None:
         asked.append(step)
         return batches(step)
 
-    simulation.algorithm.update(
-        {"w": simulation.server["w"]}, {"theta": simulation.server["w"]}, spy, simulation.objective.gradient, turn
-    )
+    local = PlainLocal(turn, algorithm.tau, spy, simulation.objective.gradient)
+    simulation.algorithm.update({"w": simulation.server["w"]}, {"theta": simulation.server["w"]}, local)
     assert sorted(asked) == list(range(algorithm.draws))
 
 
 def test_sar_subsets_have_the_right_size_and_are_drawn_afresh() -> None:
-    algorithm = FedAvgSAR(compression=4.0)
-    subset = algorithm.subset(Turn(0, 1, torch.arange(6)), 1001)
+    sent = FedAvgSAR(compression=4.0).bind(Layout.of({"w": (1001,)}), 6).subsets
+    subset = sent.of(Turn(0, 1, torch.arange(6)))
     assert subset.shape == (6, 250)
     assert all(len(row.unique()) == 250 for row in subset)
     assert len({tuple(row.tolist()) for row in subset}) == 6
-    assert torch.equal(algorithm.subset(Turn(0, 1, torch.tensor(3)), 1001), subset[3])
+    assert torch.equal(sent.of(Turn(0, 1, torch.tensor(3))), subset[3])
     for other in (Turn(0, 2, torch.arange(6)), Turn(1, 1, torch.arange(6))):
-        assert not torch.equal(algorithm.subset(other, 1001), subset)
-    share = torch.stack(
-        [
-            torch.bincount(algorithm.subset(Turn(0, n, torch.arange(20)), 40).reshape(-1), minlength=40)
-            for n in range(99)
-        ]
-    ).sum(0)
+        assert not torch.equal(sent.of(other), subset)
+    few = Subsets(40, 10)
+    drawn = [few.of(Turn(0, n, torch.arange(20))) for n in range(99)]
+    share = torch.stack([torch.bincount(chosen.reshape(-1), minlength=40) for chosen in drawn]).sum(0)
     assert share.min() > 380  # 495 expected, deviation 19
     assert share.max() < 610
 
@@ -106,6 +106,7 @@ def test_sar_keeps_what_does_not_travel() -> None:
     algorithm = FedAvgSAR(**small.COMMON, compression=3.0, eta=0.1)
     participation = Participation(clients=3)
     simulation = Simulation(small.mlp(), small.federation(), algorithm, participation=participation)
+    assert isinstance(simulation.algorithm, FedAvgSAR)
     for _ in range(3):
         w, own = simulation.server["w"].clone(), simulation.private["theta"].clone()
         simulation.step()
@@ -114,7 +115,7 @@ def test_sar_keeps_what_does_not_travel() -> None:
         counts: dict[int, float] = {}
         for client in chosen.tolist():
             turn = Turn(0, simulation.round, torch.tensor(client))
-            travels = algorithm.subset(turn, len(w))
+            travels = simulation.algorithm.subsets.of(turn)
             theta = own[client].clone()
             theta[travels] = w[travels]
             batches = simulation.runner.batches(turn)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import small
-from tdpfed.algorithms import TDPFed, Turn
+from tdpfed.algorithms import TDPFed
+from tdpfed.core.plain import PlainLocal
+from tdpfed.core.state import Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulation import Simulation
@@ -123,7 +125,8 @@ def test_an_optimiser_that_goes_on_makes_two_rounds_one(optimizer: Any, lead: tu
         sent, private = dict(message), begun(algorithm)
         for first in range(0, twice.tau, algorithm.tau):
             kept = {name: value.clone() for name, value in private.items()}
-            new, sent, _ = algorithm.update(sent, private, lambda t, first=first: batches(first + t), grad, turn)  # type: ignore[misc]
+            local = PlainLocal(turn, algorithm.tau, lambda t, first=first: batches(first + t), grad)  # type: ignore[misc]
+            new, sent, _ = algorithm.update(sent, private, local)
             assert all(torch.equal(private[name], value) for name, value in kept.items())
             assert {name: value.shape for name, value in new.items()} == {n: v.shape for n, v in private.items()}
             private = dict(reversed(new.items()))  # what comes from a file is in any order
@@ -202,11 +205,9 @@ def test_als_never_increases_the_distance(model: str, damping: float) -> None:
     message = bound.broadcast(simulation.server, turn)
     before = message["factors"]
     shrunk = 0
-    steps = bound.local_rounds(
-        message, simulation.private, simulation.runner.batches(turn), simulation.objective.gradient
-    )
-    for theta, factors, *_ in steps:
-        a = factors()
+    local = simulation.runner.local(turn, simulation.runner.batches(turn))
+    for (theta, *_), factors in bound.local_rounds(message, simulation.private, local):
+        a = factors.value
         old = (theta - bound.plan.compose(before.contiguous())).norm(dim=-1)
         new = (theta - bound.plan.compose(a)).norm(dim=-1)
         assert (new <= old * (1 + 1e-12)).all()
@@ -231,7 +232,8 @@ def test_theta_starts_from_the_global_model_or_is_kept() -> None:
             return simulation.objective.gradient(theta, batch)
 
         private = rows_of(simulation.private, turn.clients)
-        bound.update(bound.broadcast(simulation.server, turn), private, simulation.runner.batches(turn), spy, turn)
+        local = PlainLocal(turn, bound.tau, simulation.runner.batches(turn), spy)
+        bound.update(bound.broadcast(simulation.server, turn), private, local)
         torch.testing.assert_close(seen[0][0], start, rtol=1e-12, atol=1e-12)
         assert len(seen) == algorithm.tau * algorithm.s
 
@@ -248,7 +250,8 @@ def test_a_client_that_keeps_theta_starts_its_first_round_from_the_global_model(
         return simulation.objective.gradient(theta, batch)
 
     private = rows_of(simulation.private, turn.clients)
-    bound.update(bound.broadcast(simulation.server, turn), private, simulation.runner.batches(turn), spy, turn)
+    local = PlainLocal(turn, bound.tau, simulation.runner.batches(turn), spy)
+    bound.update(bound.broadcast(simulation.server, turn), private, local)
     torch.testing.assert_close(seen[0][0], bound.plan.compose(simulation.server["factors"]), rtol=1e-12, atol=1e-12)
 
 
@@ -267,7 +270,8 @@ def test_act_starts_theta_from_the_averaged_tensor_itself() -> None:
         seen.append(theta)
         return simulation.objective.gradient(theta, batch)
 
-    bound.update(message, {"theta": simulation.private["theta"][0]}, simulation.runner.batches(turn), spy, turn)
+    local = PlainLocal(turn, bound.tau, simulation.runner.batches(turn), spy)
+    bound.update(message, {"theta": simulation.private["theta"][0]}, local)
     assert torch.equal(seen[0], simulation.server["theta"])
     shipped = simulation.global_model()
     assert shipped is not None

@@ -17,7 +17,7 @@ LAYOUT = Layout.of(build("dnn", (1, 8, 8), 10))
 
 def said(*settings: str, source: str = "digits") -> list[str]:
     config = load_config(source, list(settings))
-    return advice(config, config.make_algorithm().bind(LAYOUT))
+    return advice(config, config.make_algorithm().bind(LAYOUT, 20))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import small
-from tdpfed.algorithms import FedAvg, Turn
+from tdpfed.algorithms import FedAvg
+from tdpfed.core.state import Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.attacks import Kind, alie_deviations, attack, attackers, flip_labels
 from tdpfed.errors import TDPFedError

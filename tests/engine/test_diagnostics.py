@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import small
-from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
+from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.core.state import Turn
 from tdpfed.data import Federation
 from tdpfed.engine.diagnostics import Diagnostics, diagnose, envelope
 from tdpfed.engine.simulation import Simulation
@@ -188,5 +189,5 @@ def test_bad_settings() -> None:
     for option in ({"every": 0}, {"steps": 0}, {"tol": -1.0}):
         with pytest.raises(TDPFedError, match=rf"diagnostics\.{next(iter(option))}"):
             Diagnostics(**option)
-    with pytest.raises(TDPFedError, match="'fedavg' given, the quantities are defined for 'tdpfed'"):
+    with pytest.raises(TDPFedError, match="the convergence quantities are not defined for 'fedavg'"):
         Simulation(small.mlp(), small.federation(), FedAvg(), diagnostics=Diagnostics())

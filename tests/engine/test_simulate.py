@@ -37,37 +37,6 @@ def test_a_run_goes_on_where_it_stopped() -> None:
     assert small.equal(parted, small.train(TDPFed(**small.TDPFED), 3))
 
 
-def test_a_record_by_hand() -> None:
-    """Personalised, local and global accuracy, losses, bytes and who took part, from the states alone."""
-    data = small.federation()
-    simulation = Simulation(small.mlp(), data, PFedMe(**small.COMMON), participation=Participation(3))
-    simulation.step()
-    record = simulation.record(1.5)
-    chosen = simulation.participation.draw(simulation.seed, 1, simulation.federation.clients)[0].tolist()
-    local = simulation._trained[1].upload["w"] if simulation._trained else None
-    assert local is not None
-
-    def right(theta: Tensor, k: int) -> tuple[int, float]:
-        outputs = simulation.objective.outputs(theta, data.client(k)[2])
-        y = data.client(k)[3]
-        return int((outputs.argmax(1) == y).sum()), float(nn.functional.cross_entropy(outputs, y, reduction="sum"))
-
-    own = [right(simulation.private["theta"][k], k) for k in range(5)]
-    common = [right(simulation.server["w"], k) for k in range(5)]
-    tests = data.test_size.tolist()
-    assert record.personalized_accuracy == sum(n for n, _ in own) / sum(tests)
-    assert record.global_accuracy == sum(n for n, _ in common) / sum(tests)
-    reported = sum(right(local[row], k)[0] for row, k in enumerate(chosen))
-    assert record.local_accuracy == reported / sum(tests[k] for k in chosen)
-    assert record.personalized_loss == pytest.approx(sum(loss for _, loss in own) / sum(tests))
-    assert record.global_loss == pytest.approx(sum(loss for _, loss in common) / sum(tests))
-    assert record.client_accuracy == [n / count for (n, _), count in zip(own, tests, strict=True)]
-    assert (record.participants, record.seconds, record.round, record.diagnostics) == (3, 1.5, 1, None)
-    assert small.carries(record.uplink_bytes, 3, simulation.objective.layout.size)
-    assert small.carries(record.downlink_bytes, 3, simulation.objective.layout.size)
-    assert record.loss == simulation.train_loss
-
-
 def test_records_are_json_even_where_numbers_are_not() -> None:
     record = Record(
         1, 2.0, 0.5, None, 0.5, math.inf, math.nan, [None, 1.0], 3, 4, 5, 6.0, {"drift": math.nan, "x": 1.0}

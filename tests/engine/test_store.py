@@ -17,7 +17,6 @@ from tdpfed import Participation
 from tdpfed.config.loading import load_config
 from tdpfed.engine import store as module
 from tdpfed.engine.ranks import Ranks
-from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store, existing, free_memory
 from tdpfed.errors import TDPFedError
@@ -174,33 +173,6 @@ def test_a_round_reads_and_writes_the_rows_of_its_clients_alone(monkeypatch: pyt
     clients = simulation.trained.tolist()
     assert seen == [("rows", clients), ("put", clients)]
     assert len(clients) == 3
-
-
-# Evaluation on a sample of clients
-
-
-def test_only_a_sample_of_the_clients_is_evaluated() -> None:
-    data = small.federation(9)
-    runs = [
-        simulate(small.mlp(), data, small.variants()["fedavg"], 2, seed=4, evaluate_clients=some) for some in (None, 3)
-    ]
-    whole, some = (run.final for run in runs)
-    judged = [k for k, accuracy in enumerate(some.client_accuracy) if accuracy is not None]
-    assert judged == runs[1].simulation.judged.tolist()
-    assert len(judged) == 3
-    assert [some.client_accuracy[k] for k in judged] == [whole.client_accuracy[k] for k in judged]
-    right = sum(round(some.client_accuracy[k] * int(data.test_size[k])) for k in judged)  # type: ignore[operator, misc]
-    assert some.personalized_accuracy == right / int(data.test_size[judged].sum())
-    assert some.local_accuracy == whole.local_accuracy  # of those who trained
-    assert small.equal(runs[0].simulation, runs[1].simulation)
-    again = simulate(small.mlp(), data, small.variants()["fedavg"], 1, seed=5, evaluate_clients=3)
-    assert again.simulation.judged.tolist() != judged
-
-
-@pytest.mark.parametrize("given", [0, 10])
-def test_a_sample_that_cannot_be_is_refused(given: int) -> None:
-    with pytest.raises(TDPFedError, match=rf"run\.evaluate_clients: {given} given, must be at least 1 and at most 9"):
-        Simulation(small.mlp(), small.federation(9), small.variants()["fedavg"], evaluate_clients=given)
 
 
 # Checkpoints hold those who have trained

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import small
-from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed, Turn
+from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+from tdpfed.core.state import Turn
 from tdpfed.engine.simulation import Simulation
+from tdpfed.server.averages import robust_averages
 from tdpfed.server.participation import Participation
-from tdpfed.server.robust import weighted_mean
+from tdpfed.server.robust import Rule, weighted_mean
 
 CONDITIONS = [Participation(), Participation(3), Participation(2, "all"), Participation(4, dropout=0.3)]
 DENSE: dict[str, Any] = {"exclude": ("*",), "optimizer": "gd", "s_prime": 1}
@@ -91,7 +93,8 @@ def test_beta_mixes_the_average_into_the_old_global_model(name: str) -> None:
     results = {}
     for beta in (0.5, 1.0, 1.8):
         algorithm = replace(simulation.algorithm, beta=beta)  # type: ignore[call-arg]
-        results[beta] = algorithm.aggregate(simulation.server, uploads, weights, turn, weighted_mean)
+        averages = robust_averages(uploads, weights, algorithm.center(simulation.server), Rule())
+        results[beta] = algorithm.aggregate(simulation.server, uploads, averages, turn)
     if name == "act":
         key, plan = "theta", simulation.algorithm.plan
         assert plan is not None
@@ -218,7 +221,7 @@ def test_a_round_in_which_all_are_lost_changes_nothing() -> None:
 
 def test_bytes_of_a_round() -> None:
     """Five clients, two rounds; ACT's full tensor goes down as well."""
-    plan = TDPFed(**small.TDPFED).bind(small.train(Local(**small.COMMON), 0).objective.layout).plan
+    plan = TDPFed(**small.TDPFED).bind(small.train(Local(**small.COMMON), 0).objective.layout, 5).plan
     dense, factored = plan.dense.size, plan.factors.size
     assert factored < dense
     expected = {

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import small
-from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed, Turn
+from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
+from tdpfed.core.state import Turn
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.participation import Participation
 

@@ -1,15 +1,13 @@
 """The ledger is the length of real messages, and uploads are what a server would read from them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import small
 from tdpfed import FedAvg, TDPFedError
-from tdpfed.algorithms.base import Turn
+from tdpfed.core.state import layouts_of
 from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.records import Ledger
@@ -34,26 +32,28 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
         simulation.round = number - 2
         simulation.step()
         simulation.ledger = Ledger()
-    layouts, samples = simulation.algorithm.layouts, simulation.federation.train_size.tolist()
+    going_down, coming_up = (
+        layouts_of(entries) for entries in (simulation.algorithm.down(), simulation.algorithm.up())
+    )
+    samples = simulation.federation.train_size.tolist()
     turn = simulation._turn(number, torch.arange(5))
     down = simulation.algorithm.broadcast(simulation.server, turn)
     outcome = simulation.runner.run(simulation.server, rows_of(simulation.private, turn.clients), turn)
-    seen = simulation.uplink.travel(outcome.upload, simulation.server, turn)
+    seen = simulation.uplink.transmit(outcome.upload, simulation.server, turn)
     simulation.step()
     sent, received = 0, 0
     for k in range(5):
         common: dict[str, Any] = {"round_": number, "client": k, "seed": 3}
         message = encode(
-            {entry: rows[k] for entry, rows in down.items()}, {entry: layouts[entry] for entry in down},
+            {entry: rows[k] for entry, rows in down.items()}, going_down,
             kind="down", samples=0, codec="float32", **common,
         )  # fmt: skip
         received += len(message)
-        mine = {entry: layouts[entry] for entry in outcome.upload}
         upload = {entry: rows[k] for entry, rows in outcome.upload.items()}
-        data = encode(upload, mine, kind="up", samples=samples[k], codec=codec, **common)
+        data = encode(upload, coming_up, kind="up", samples=samples[k], codec=codec, **common)
         sent += len(data)
         expected = Expected(
-            kind="up", round=number, lengths={entry: len(row) for entry, row in upload.items()}, layouts=mine,
+            kind="up", round=number, lengths={entry: len(row) for entry, row in upload.items()}, layouts=coming_up,
             codec=codec, clients=range(5), samples=dict(enumerate(samples)),
         )  # fmt: skip
         state = validate(decode(data, 10**6), expected)
@@ -61,29 +61,18 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
     assert (simulation.ledger.uplink, simulation.ledger.downlink) == (sent, received)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadInEvenRounds(FedAvg):
-    """Sends all values in odd rounds, and the last three in even ones."""
-
-    def update(self, message: Any, private: Any, batches: Any, grad: Any, turn: Turn) -> Any:
-        kept, upload, metrics = super().update(message, private, batches, grad, turn)
-        return kept, upload if turn.round % 2 else {"w": upload["w"][..., -3:]}, metrics
-
-    def aggregate(self, server: Any, uploads: Any, weights: Tensor, turn: Turn, average: Any) -> Any:
-        return server
-
-
-def test_rounds_in_which_everybody_takes_part_are_counted_by_what_is_sent() -> None:
-    simulation = Simulation(small.mlp(), small.federation(), HeadInEvenRounds(tau=1), seed=3)
-    sent = []
+def test_rounds_in_which_everybody_takes_part_differ_by_the_digits_of_their_number_alone() -> None:
+    simulation = Simulation(small.mlp(), small.federation(), FedAvg(tau=1), seed=3)
+    sent, received = [], []
     for _ in range(11):
-        before = simulation.ledger.uplink
+        up, down = simulation.ledger.uplink, simulation.ledger.downlink
         simulation.step()
-        sent.append(simulation.ledger.uplink - before)
+        sent.append(simulation.ledger.uplink - up)
+        received.append(simulation.ledger.downlink - down)
     clients, values = simulation.federation.clients, simulation.objective.layout.size
-    assert sent[0] - sent[1] >= clients * 4 * (values - 3)
-    assert sent[:9] == [sent[0], sent[1]] * 4 + [sent[0]]
-    assert sent[9:] == [sent[1] + clients, sent[0] + clients]  # a digit more in every header
+    for each in (sent, received):
+        assert small.carries(each[0], clients, values)
+        assert each == [each[0]] * 9 + [each[0] + clients] * 2  # a digit more in every header
 
 
 def test_int8_uploads_of_tdpfed_at_compression_2_are_seven_times_smaller_than_dense_ones() -> None:

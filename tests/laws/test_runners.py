@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import small
-from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
+from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
+from tdpfed.core.state import Turn
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation

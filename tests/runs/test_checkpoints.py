@@ -15,7 +15,7 @@ from torch import Tensor
 
 import small
 from tdpfed import FedAvg, Local, Participation, PFedMe, TDPFed
-from tdpfed.algorithms import State
+from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
 from tdpfed.errors import TDPFedError

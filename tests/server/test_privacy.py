@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, PerFedAvg, PFedMe, TDPFed, Turn
+from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, PerFedAvg, PFedMe, TDPFed
 from tdpfed.core.draws import Stream, key, uniform
 from tdpfed.core.layout import Layout
+from tdpfed.core.state import Turn
 from tdpfed.errors import TDPFedError
+from tdpfed.server.averages import HiddenUploads, private_averages
 from tdpfed.server.privacy import Accountant, Privacy, clipped_sum, private_average
 from tdpfed.server.robust import weighted_mean
 
@@ -165,13 +167,14 @@ class TestAverage:
 )
 def test_clients_that_changed_nothing_are_as_good_as_nobody(algorithm: Algorithm) -> None:
     layout = Layout(("conv", "fc", "bias"), ((4, 2, 3, 3), (6, 16), (6,)))
-    bound = algorithm.bind(layout)
+    bound = algorithm.bind(layout, 5)
     server = bound.init(drawn(0, layout.size), torch.Generator().manual_seed(0))
     states = []
     for count in (0, 3):
         turn = Turn(0, 1, torch.arange(count))
-        average = private_average(Privacy(1.0, 0.1), bound.center(server), 5, 0, 1)
-        states.append(bound.aggregate(server, bound.broadcast(server, turn), torch.ones(count), turn, average))
+        uploads, center = bound.unchanged(bound.broadcast(server, turn)), bound.center(server)
+        average = private_averages(uploads, torch.ones(count), center, Privacy(1.0, 0.1), 5, 0, 1)
+        states.append(bound.aggregate(server, HiddenUploads(), average, turn))
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-9, atol=1e-9)
         assert not torch.equal(value, server[name])

@@ -15,8 +15,8 @@ from torch import Tensor
 from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError
 from tdpfed.server.robust import (
-    Average,
     Rule,
+    VectorAverage,
     average_for,
     clipped,
     factor_distances,
@@ -30,7 +30,7 @@ from tdpfed.server.robust import (
 
 Rows = list[list[float]]
 
-RULES: dict[str, Average] = {
+RULES: dict[str, VectorAverage] = {
     "mean": weighted_mean,
     "median": median,
     "trimmed mean": trimmed_mean(0.2),
@@ -95,7 +95,7 @@ def plain_clipped(center: list[float], bound: float | None) -> Callable[[Rows, l
     return average
 
 
-PLAIN: list[tuple[Average, Callable[[Rows, list[float]], list[float]]]] = [
+PLAIN: list[tuple[VectorAverage, Callable[[Rows, list[float]], list[float]]]] = [
     (weighted_mean, plain_mean),
     (median, plain_median),
     (trimmed_mean(0.0), plain_mean),
@@ -112,7 +112,7 @@ PLAIN: list[tuple[Average, Callable[[Rows, list[float]], list[float]]]] = [
 @pytest.mark.parametrize(("rule", "plain"), PLAIN)
 @pytest.mark.parametrize("clients", [7, 10, 11])
 def test_rules_equal_plain_implementations(
-    rule: Average, plain: Callable[[Rows, list[float]], list[float]], clients: int
+    rule: VectorAverage, plain: Callable[[Rows, list[float]], list[float]], clients: int
 ) -> None:
     for seed in range(5):
         uploads, weights = drawn(seed, clients, 6), weights_for(seed, clients)
@@ -122,21 +122,21 @@ def test_rules_equal_plain_implementations(
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @given(seed=SEEDS)
-def test_the_order_of_clients_does_not_matter(rule: Average, seed: int) -> None:
+def test_the_order_of_clients_does_not_matter(rule: VectorAverage, seed: int) -> None:
     uploads, weights = drawn(seed, 9, 6), weights_for(seed, 9)
     order = torch.randperm(9, generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(rule(uploads[order], weights[order]), rule(uploads, weights), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_vectors_that_agree_are_the_result(rule: Average) -> None:
+def test_vectors_that_agree_are_the_result(rule: VectorAverage) -> None:
     one = drawn(1, 6) / 10 + 0.5
     torch.testing.assert_close(rule(one.expand(8, 6), weights_for(2, 8)), one, rtol=1e-14, atol=1e-15)
     assert torch.equal(median(one.expand(8, 6), weights_for(2, 8)), one)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_uploads_are_left_as_they_were(rule: Average) -> None:
+def test_uploads_are_left_as_they_were(rule: VectorAverage) -> None:
     uploads, weights = drawn(1, 9, 6), weights_for(1, 9)
     before = uploads.clone(), weights.clone()
     rule(uploads, weights)
@@ -172,7 +172,7 @@ def test_a_minority_cannot_leave_the_honest_range(honest: Rows, bad: Rows, seed:
     order = torch.randperm(clients, generator=torch.Generator().manual_seed(seed))
     uploads, weights = torch.tensor([*honest, *bad])[order], weights_for(seed, clients).float()
     low, high = torch.tensor(honest).amin(0) - 1e-5, torch.tensor(honest).amax(0) + 1e-5
-    rules: list[Average] = [median]
+    rules: list[VectorAverage] = [median]
     if 2 * len(bad) < clients - 1:
         rules.append(trimmed_mean(len(bad) / clients))
     for rule in rules:
@@ -181,7 +181,7 @@ def test_a_minority_cannot_leave_the_honest_range(honest: Rows, bad: Rows, seed:
 
 
 @pytest.mark.parametrize("rule", [median, trimmed_mean(0.3), krum(3), multi_krum(3)])
-def test_at_the_breakdown_point_the_rules_do_break(rule: Average) -> None:
+def test_at_the_breakdown_point_the_rules_do_break(rule: VectorAverage) -> None:
     """The bounds above are sharp: with enough colluding clients every rule follows them."""
     uploads = torch.cat([drawn(0, 4, 6), 1000 + 0.01 * drawn(1, 6, 6)])
     assert bool((rule(uploads, torch.ones(10).double()) > 100).all())
@@ -251,7 +251,7 @@ class TestPartsSent:
     """Weights ``(K, P)``: each coordinate over the clients that sent it."""
 
     @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-    def test_everything_sent_is_the_same_as_a_weight_each(self, rule: Average) -> None:
+    def test_everything_sent_is_the_same_as_a_weight_each(self, rule: VectorAverage) -> None:
         uploads, weights = drawn(3, 9, 6), weights_for(3, 9)
         torch.testing.assert_close(rule(uploads, weights[:, None].expand(9, 6)), rule(uploads, weights))
 
@@ -260,7 +260,7 @@ class TestPartsSent:
         [(weighted_mean, plain_mean), (median, plain_median), (trimmed_mean(0.3), plain_trimmed(0.3))],
     )
     def test_each_coordinate_is_averaged_over_its_senders(
-        self, rule: Average, plain: Callable[[Rows, list[float]], list[float]]
+        self, rule: VectorAverage, plain: Callable[[Rows, list[float]], list[float]]
     ) -> None:
         for seed in range(5):
             uploads, weights, sent = drawn(seed, 12, 30), weights_for(seed, 12), drawn(seed + 9, 12, 30) > 0.3
@@ -322,7 +322,7 @@ class TestPartsSent:
         (trimmed_mean(0.45), 9, 11),
     ],
 )
-def test_too_few_clients_are_told(rule: Average, clients: int, least: int) -> None:
+def test_too_few_clients_are_told(rule: VectorAverage, clients: int, least: int) -> None:
     with pytest.raises(
         TDPFedError, match=rf"{clients} clients given, must be (at least|more than) ({least}|{least - 1})"
     ):
@@ -368,7 +368,7 @@ def test_a_rule_refuses_what_makes_no_sense(field: str, value: Any, allowed: str
 @pytest.mark.parametrize(
     "make", [lambda: trimmed_mean(0.5), lambda: krum(-1), lambda: clipped(torch.ones(1), 0, median)]
 )
-def test_rules_refuse_settings_out_of_range(make: Callable[[], Average]) -> None:
+def test_rules_refuse_settings_out_of_range(make: Callable[[], VectorAverage]) -> None:
     with pytest.raises(TDPFedError, match="given, must be"):
         make()
 
@@ -386,7 +386,7 @@ def test_rules_refuse_settings_out_of_range(make: Callable[[], Average]) -> None
         (Rule("median", clip="median"), clipped(torch.ones(6).double(), None, median)),
     ],
 )
-def test_a_rule_names_its_average(rule: Rule, average: Average) -> None:
+def test_a_rule_names_its_average(rule: Rule, average: VectorAverage) -> None:
     uploads, weights = drawn(0, 9, 6), weights_for(0, 9)
     center = torch.ones(6).double()
     assert torch.equal(average_for(rule, center)(uploads, weights), average(uploads, weights))

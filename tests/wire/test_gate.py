@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import small
-from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed, Turn
-from tdpfed.algorithms.base import State
+from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
+from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.server.robust import weighted_mean
 from tdpfed.wire import Codec, Expected, Rejected, Rule, decode, encode, lossy, validate
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -49,9 +48,8 @@ class Server:
 
 
 def mean_of(simulation: Simulation, uploads: State, clients: torch.Tensor) -> State:
-    weights = simulation.federation.train_size[clients].double()
-    turn = Turn(0, ROUND, clients)
-    return simulation.algorithm.aggregate(simulation.server, uploads, weights, turn, weighted_mean)
+    samples, turn = simulation.federation.train_size[clients], Turn(0, ROUND, clients)
+    return simulation.server_round.aggregate(simulation.server, uploads, samples, turn)
 
 
 @cache
@@ -60,7 +58,7 @@ def scenario(name: str, codec: Codec) -> tuple[Simulation, Expected, list[bytes]
     simulation = small.train(ALGORITHMS[name], 1, data=small.federation(CLIENTS, dtype=torch.float32))
     everybody = torch.arange(CLIENTS)
     uploads = simulation.runner.run(simulation.server, simulation.private, Turn(0, ROUND, everybody)).upload
-    layouts = {entry: simulation.algorithm.layouts[entry] for entry in uploads}
+    layouts = layouts_of(simulation.algorithm.up())
     samples = dict(enumerate(simulation.federation.train_size.tolist()))
     messages = [
         encode(

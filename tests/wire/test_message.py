@@ -13,8 +13,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 import small
-from tdpfed.algorithms import Algorithm, FedAvg, TDPFed, Turn
+from tdpfed.algorithms import Algorithm, FedAvg, TDPFed
 from tdpfed.core.layout import Layout
+from tdpfed.core.state import Turn
 from tdpfed.errors import TDPFedError
 from tdpfed.models import build
 from tdpfed.wire import Codec, Expected, Kind, Layouts, decode, encode, encoded_size, lossy, validate
@@ -106,7 +107,7 @@ def test_int8_factors_are_seven_times_smaller_than_the_dense_model() -> None:
     model = build("dnn", (1, 28, 28), 10, seed=0)
     layout = Layout.of(model)
     assert layout.size == 79_510
-    tdpfed, fedavg = TDPFed(compression=2.0).bind(layout), FedAvg().bind(layout)
+    tdpfed, fedavg = TDPFed(compression=2.0).bind(layout, 20), FedAvg().bind(layout, 20)
     theta = layout.flatten({name: value.detach() for name, value in model.named_parameters()})
     sizes = []
     for algorithm, codec in ((tdpfed, "int8"), (fedavg, "float32")):

@@ -160,6 +160,18 @@ class Algorithm(ABC):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Compute a client's round: the new private state, the upload, and metrics (``loss`` at least)."""
 
+    def checked(self, update: Update) -> Update:
+        """Return what :meth:`update` gave if it is what the method declares."""
+        _, upload, metrics = update
+        declared = lengths_of(self.up())
+        given = {name: value.shape[-1] for name, value in upload.items()}
+        if given != declared or "loss" not in metrics:
+            raise TDPFedError(
+                f"{self.name}: update returned uploads {given} and metrics {sorted(metrics)}, "
+                f"must return uploads {declared} as up() declares, and a loss"
+            )
+        return update
+
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Return the server's next state. ``uploads`` ``(S, n)`` are those of the turn's clients; privacy hides them."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from tdpfed.core.local import Batch
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import FEWEST_TOGETHER, Updates, as_state, with_finiteness
+from tdpfed.engine.runners import FEWEST_TOGETHER, Updates, as_state
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
@@ -74,7 +74,7 @@ class Ensemble:
         seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
         turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
         local = runner.local(turn, _all(draws))
-        return with_finiteness(*algorithm.update(_joined(messages), _joined(private), local))
+        return runner.updated(_joined(messages), _joined(private), local)
 
     @cached_property
     def _graphed(self) -> Graphed:

@@ -17,15 +17,14 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import batch_indices
-from tdpfed.core.local import Batch
+from tdpfed.core.local import Batch, Local
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
-from tdpfed.core.state import State, Turn, lengths_of
+from tdpfed.core.state import State, Turn
 from tdpfed.core.threads import ONE_THREAD_PARAMETERS
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
-from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.fast.local import FastLocal
@@ -134,7 +133,7 @@ class Runner:
         alone = replace(turn, clients=turn.clients[row])
         local = PlainLocal(alone, self.algorithm.tau, self.batches(alone), self.objective.gradient)
         own = {name: rows[row] for name, rows in private.items()}
-        updates = self._checked(*self.algorithm.update(self.algorithm.broadcast(server, alone), own, local))
+        updates = self.updated(self.algorithm.broadcast(server, alone), own, local)
         return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
 
     def _together(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Updates:
@@ -157,22 +156,15 @@ class Runner:
         self, server: State, private: State, turn: Turn, index: Tensor | None = None
     ) -> tuple[State, State, State]:
         local = self.local(turn, self.batches(turn, index))
-        return self._checked(*self.algorithm.update(self.algorithm.broadcast(server, turn), private, local))
+        return self.updated(self.algorithm.broadcast(server, turn), private, local)
 
     def local(self, turn: Turn, batches: Callable[[int], Batch]) -> FastLocal:
         """Return the local work of the turn's clients, all at once."""
         return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used)
 
-    def _checked(self, private: State, upload: State, metrics: State) -> tuple[State, State, State]:
-        """Return what clients gave, which must be what the method declares, and whether all of it is finite."""
-        declared = lengths_of(self.algorithm.up())
-        given = {name: value.shape[-1] for name, value in upload.items()}
-        if given != declared or "loss" not in metrics:
-            raise TDPFedError(
-                f"{self.algorithm.name}: update returned uploads {given} and metrics {sorted(metrics)}, "
-                f"must return uploads {declared} as up() declares, and a loss"
-            )
-        return with_finiteness(private, upload, metrics)
+    def updated(self, message: State, private: State, local: Local) -> tuple[State, State, State]:
+        """Return what clients give, which must be what the method declares, and whether all of it is finite."""
+        return with_finiteness(*self.algorithm.checked(self.algorithm.update(message, private, local)))
 
     @cached_property
     def gradient(self) -> RecordedGradient:

@@ -64,13 +64,23 @@ class Side:
         return self.algorithm.broadcast(server, self.turn(round_, client))
 
     def shipped(self, server: State) -> tuple[State, Layouts]:
-        """Return what goes down to clients that are to evaluate: the server's state where it may travel."""
-        layouts = layouts_of(self.algorithm.down())
-        if server.keys() <= layouts.keys():
+        """Return what goes down to clients that are to evaluate: the server's state where all of it may travel."""
+        if self._state_travels:
+            layouts = layouts_of(self.algorithm.down())
             return server, {name: layouts[name] for name in server}
         shipped = self.algorithm.global_model(server)
         assert shipped is not None
         return {"w": shipped}, {"w": self.algorithm.layout}
+
+    def global_model(self, received: State) -> Tensor:
+        """Return the global model from what :meth:`shipped` sent."""
+        model = self.algorithm.global_model(received) if self._state_travels else received["w"]
+        assert model is not None
+        return model
+
+    @property
+    def _state_travels(self) -> bool:
+        return self.server.keys() <= self.algorithm.down().keys()
 
     def expected(self, state: State, layouts: Layouts, round_: int, client: int) -> tuple[Expected, int]:
         """Return what a client expects where ``state`` was sent, and how many bytes that has."""
@@ -148,7 +158,7 @@ class Node:
             kept = store.before(round_, session)
             private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
             local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
-            private, upload, metrics = algorithm.update(message, private, local)
+            private, upload, metrics = algorithm.checked(algorithm.update(message, private, local))
             if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
                 raise diverged(algorithm, round_)
             store.save(round_, session, private, settled)
@@ -170,9 +180,7 @@ class Node:
         found = self._score("personalized", side.algorithm.personalized(private))
         if side.algorithm.global_model(side.server) is not None:
             state = self._received(wire, *side.shipped(side.server), round_)
-            shipped = side.algorithm.global_model(state)
-            assert shipped is not None
-            found |= self._score("global", shipped)
+            found |= self._score("global", side.global_model(state))
         return found
 
     def _store(self, fields: Fields) -> PrivateStore:

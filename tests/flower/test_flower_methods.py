@@ -1,0 +1,101 @@
+"""A method with messages of its own in a federation: the simulation's numbers, bytes, minibatches and refusals."""
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from pathlib import Path
+
+import torch
+from fake import NODES, Case, as_vector, worst
+from safetensors.torch import load_file
+
+from own_methods import OWN, Halves
+from tdpfed.algorithms import ALGORITHMS
+from tdpfed.errors import QuorumError
+from tdpfed.flower.node import Node, Side
+
+
+@pytest.fixture(autouse=True)
+def _by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, method in OWN.items():
+        monkeypatch.setitem(ALGORITHMS, name, method)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.name=changes",),
+        ("algorithm.name=changes", "participation.clients=2", "participation.train=all"),
+        ("algorithm.name=changes", "wire.codec=bfloat16", "algorithm.weights=uniform", "run.rounds=1"),
+        ("algorithm.name=changes", "robust.clip=0.05"),
+        ("algorithm.name=halves",),
+        ("algorithm.name=halves", "robust.name=median", "robust.clip=median"),
+    ],
+    ids=" ".join,
+)
+def test_a_run_is_the_simulation(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    case = Case(tmp_path, *overrides, "algorithm.tau=2")
+    summary, record = case.run(), case.simulation.record(0.0)
+    assert worst(tmp_path, case.simulation) <= 1e-6
+    assert summary["uplink_bytes"] == case.simulation.ledger.uplink
+    assert summary["downlink_bytes"] == case.simulation.ledger.downlink
+    for name in ("personalized_accuracy", "local_accuracy", "global_accuracy"):
+        assert summary[name] == pytest.approx(getattr(record, name)), name
+
+
+@pytest.mark.parametrize("name", ["changes", "halves"])
+def test_int8_is_the_simulations_but_where_a_last_bit_tips_a_step(tmp_path: Path, name: str) -> None:
+    """A change is a difference: its relative rounding is larger than a model's, and now and then crosses a step."""
+    case = Case(tmp_path, f"algorithm.name={name}", "algorithm.tau=2", "wire.codec=int8", "run.rounds=1")
+    assert case.run()["uplink_bytes"] == case.simulation.ledger.uplink
+    shipped = case.simulation.global_model()
+    assert shipped is not None
+    wanted = case.simulation.objective.state_dict(shipped)
+    gap = (as_vector(load_file(tmp_path / "run" / "global.safetensors")) - as_vector(wanted)).abs()
+    assert case.simulation._trained is not None
+    largest = max(float(value.abs().max()) for value in case.simulation._trained[1].upload.values())
+    assert float(gap.max()) <= largest / 127
+    assert int((gap > 1e-7).sum()) <= len(gap) // 200
+
+
+@pytest.mark.parametrize("name", ["changes", "halves"])
+def test_it_is_fedavg(tmp_path: Path, name: str) -> None:
+    case = Case(tmp_path, f"algorithm.name={name}", "algorithm.tau=2")
+    case.run()
+    assert worst(tmp_path, Case(tmp_path / "fedavg", "algorithm.name=fedavg", "algorithm.tau=2").simulation) <= 1e-6
+
+
+@pytest.mark.parametrize("expected", [1, 3, 6, 9])
+def test_minibatches_beyond_those_expected_are_the_simulations(tmp_path: Path, expected: int) -> None:
+    settings = ("algorithm.name=thirsty", "algorithm.tau=2", "algorithm.more=4")
+    case = Case(tmp_path, *settings, f"algorithm.expected={expected}")
+    case.run()
+    assert worst(tmp_path, case.simulation) <= 1e-6
+    longer = Case(tmp_path / "longer", "algorithm.name=fedavg", "algorithm.tau=6")
+    assert worst(tmp_path, longer.simulation) <= 1e-6
+
+
+@pytest.mark.parametrize("fault", ["name", "length", "loss"])
+def test_an_upload_that_was_not_declared_is_lost_with_the_reason(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, "algorithm.name=fedavg", "algorithm.tau=1", "participation.below_quorum=stop")
+    case.settings |= {"algorithm.name": "undeclared", "algorithm.fault": fault}
+    grid = case.grid()
+    with pytest.raises(QuorumError, match="round 1: 0 uploads accepted"):
+        case.run(grid)
+    failed = [answer.error.reason or "" for answer in grid.sent if answer.has_error()]
+    assert len(failed) == NODES
+    assert all("undeclared: update returned uploads" in reason for reason in failed)
+    assert all("as up() declares, and a loss" in reason for reason in failed)
+    assert case.state(0).upto(10) is None  # a round that failed leaves nothing
+
+
+def test_both_sides_know_how_many_clients_there_are(tmp_path: Path) -> None:
+    case = Case(tmp_path, "algorithm.name=halves", "algorithm.tau=1")
+    node = Node(case.task, case.settings, {"partition-id": 1, "state-dir": str(tmp_path / "state")})
+    server = Side.of(case.task, case.config, NODES, torch.device("cpu"))
+    assert node.side.algorithm.population == server.algorithm.population == NODES
+    assert case.simulation.algorithm.population == NODES
+    assert isinstance(server.algorithm, Halves)
