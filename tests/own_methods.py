@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tdpfed.algorithms import Algorithm, Average, FedAvg, Update, hyper
 from tdpfed.core.layout import Layout
-from tdpfed.core.local import Local
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 
 
@@ -27,7 +27,7 @@ class Changes(FedAvg):
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         return {"model": theta, "last": torch.zeros_like(theta)}
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         theta, loss = local.descend(message["model"], lr=self.eta)
         return {"theta": theta}, {"delta": theta - message["model"]}, {"loss": loss}
 
@@ -56,7 +56,7 @@ class Halves(FedAvg):
         assert isinstance(head, int)
         return dict(zip(("body", "head"), theta.split([body.size, head], dim=-1), strict=True))
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         theta, loss = local.descend(message["w"], lr=self.eta)
         return {"theta": theta}, self.parts(theta), {"loss": loss}
 
@@ -84,7 +84,7 @@ class Thirsty(FedAvg):
     def draws(self) -> int:
         return self.expected
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         theta, _ = local.descend(message["w"], lr=self.eta)
         theta, loss = local.descend(theta, lr=self.eta, steps=self.more, first=self.tau)
         return {"theta": theta}, {"w": theta}, {"loss": loss}
@@ -98,7 +98,7 @@ class Undeclared(FedAvg):
 
     fault: str = hyper("name", "what is wrong: a name, an entry too many or too few, a length, no loss")
 
-    def update(self, message: State, private: State, local: Local) -> Update:
+    def update(self, message: State, private: State, local: LocalWork) -> Update:
         kept, upload, metrics = super().update(message, private, local)
         w = upload["w"]
         wrong: dict[str, State] = {

@@ -117,7 +117,7 @@ def test_the_check_sees(source: str) -> None:
         "names = {'global': 1, 'local': 2}",
         "algorithm: str = 'tdpfed'",
         "name = table.get('name', 'tdpfed')",
-        "from tdpfed.core.local import Local\nisinstance(a, Local)",
+        "from tdpfed.core.local import Local\nisinstance(a, LocalWork)",
         "from tdpfed.algorithms import ALGORITHMS, Algorithm\nisinstance(a, Algorithm)",
         "from tdpfed.algorithms.base import Algorithm",
         "x = local == 'locally'",

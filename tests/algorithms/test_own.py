@@ -4,22 +4,22 @@ from pathlib import Path
 
 import pytest
 
-import own_method
+import my_own_method
 from tdpfed.algorithms import ALGORITHMS, COMPARED, DEFAULT, find
 from tdpfed.errors import TDPFedError, UnknownError
 
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return own_method.write(tmp_path, monkeypatch)
+    return my_own_method.write(tmp_path, monkeypatch)
 
 
 def test_built_in_names_and_own_classes_are_found() -> None:
     assert all(find(name) is method for name, method in ALGORITHMS.items())
     assert {DEFAULT, *COMPARED} <= set(ALGORITHMS)
-    method = find(own_method.NAME)
+    method = find(my_own_method.NAME)
     assert (method.name, method.__name__) == ("ditto", "Ditto")
-    assert find(own_method.NAME) is method
+    assert find(my_own_method.NAME) is method
     assert [item.name for item in method.hyper_parameters()][-4:] == ["lam", "bound", "kind", "extra"]
 
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(name: object, words: lis
 def test_a_module_whose_import_fails_says_how(source: str, words: str, module: Path) -> None:
     module.write_text(source)
     with pytest.raises(TDPFedError) as error:
-        find(own_method.NAME)
+        find(my_own_method.NAME)
     assert "the import of 'own_methods' failed" in str(error.value)
     assert words in str(error.value)
     assert "\n" not in str(error.value)

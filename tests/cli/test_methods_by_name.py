@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import own_method
+import my_own_method
 from tdpfed.cli import app
 from tdpfed.errors import CombinedError, TDPFedError
 from tdpfed.report.plans import plan_of
 from tdpfed.report.read import read_run
 
-NAME = own_method.NAME
+NAME = my_own_method.NAME
 TINY = ("run.rounds=2", "run.evaluate_every=1", "data.clients=4", "data.max_samples=40", "data.per_client=5")
 QUICK = [part for setting in (*TINY, f"algorithms.{NAME}.tau=1") for part in ("--set", setting)]
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_method.write(tmp_path, monkeypatch, on_path=False)
+    my_own_method.write(tmp_path, monkeypatch, on_path=False)
     monkeypatch.chdir(tmp_path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import own_method
+import my_own_method
 from tdpfed.config import flat, load_config, parse_config, to_toml
 from tdpfed.config.keys import describe
 from tdpfed.config.loading import own_code, raw_config
@@ -16,12 +16,12 @@ from tdpfed.core.setting import plain
 from tdpfed.data import make_federation
 from tdpfed.errors import CombinedError, TDPFedError, each
 
-NAME = own_method.NAME
+NAME = my_own_method.NAME
 
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return own_method.write(tmp_path, monkeypatch)
+    return my_own_method.write(tmp_path, monkeypatch)
 
 
 def test_it_is_chosen_by_file_and_by_override_and_survives_toml(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_module_in_a_package_keeps_its_dots_in_keys(tmp_path: Path) -> None:
     package = tmp_path / "own_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "deep.py").write_text(own_method.SOURCE)
+    (package / "deep.py").write_text(my_own_method.SOURCE)
     name = "own_package.deep:Ditto"
     for key in (f"algorithms.{name}.tau=3", f'algorithms."{name}".tau=3'):
         config = load_config("digits", [f"algorithm.name={name}", key])

@@ -13,7 +13,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.common.config import flatten_dict
 from torch import nn
 
-import own_method
+import my_own_method
 from tdpfed.config import flat
 from tdpfed.core.setting import plain
 from tdpfed.errors import CombinedError, TDPFedError
@@ -89,8 +89,8 @@ def test_what_does_not_fit_is_named(given: dict[str, Any], words: str) -> None:
 def test_a_method_of_ones_own_is_found_where_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own_method.write(tmp_path, monkeypatch, on_path=False)
-    given = {"algorithm.name": own_method.NAME, f"algorithms.{own_method.NAME}.tau": 3}
+    my_own_method.write(tmp_path, monkeypatch, on_path=False)
+    given = {"algorithm.name": my_own_method.NAME, f"algorithms.{my_own_method.NAME}.tau": 3}
     with pytest.raises(TDPFedError, match="no module 'own_methods'"):
         read_settings(given)
     monkeypatch.setenv(OWN_CODE, str(tmp_path))

@@ -76,7 +76,7 @@ class Algorithm(ABC):
         found = settings_of(cls)
         for item in found:
             if "doc" not in item.metadata:
-                raise TypeError(
+                raise TDPFedError(
                     f"{cls.__name__}.{item.name}: declare it with hyper(default, meaning), and do not decorate the class "
                     "as a dataclass: it is one"
                 )

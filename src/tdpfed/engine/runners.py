@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import batch_indices
-from tdpfed.core.local import Batch, Local
+from tdpfed.core.local import Batch, LocalWork
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.state import State, Turn
@@ -162,7 +162,7 @@ class Runner:
         """Return the local work of the turn's clients, all at once."""
         return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used)
 
-    def updated(self, message: State, private: State, local: Local) -> tuple[State, State, State]:
+    def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
         """Return what clients give, which must be what the method declares, and whether all of it is finite."""
         return with_finiteness(*self.algorithm.checked(self.algorithm.update(message, private, local)))
 

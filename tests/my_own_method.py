@@ -8,22 +8,20 @@ import pytest
 
 NAME = "own_methods:Ditto"
 SOURCE = '''
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from tdpfed.algorithms import Algorithm, FedAvg, hyper
 from tdpfed.errors import TDPFedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ditto(FedAvg):
     """A method with settings of several types."""
 
-    name: ClassVar[str] = "ditto"
+    name = "ditto"
     lam: float = hyper(1.0, "pull towards the global model", least=0)
     bound: float | None = hyper(None, "longest step", above=0)
     kind: Literal["near", "far"] = hyper("near", "which model is pulled")
-    extra: float = 2.0
+    extra: float = hyper(2.0, "something more")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +38,6 @@ class Bare(FedAvg):
     lam: float = hyper(1.0, "pull")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Nameless(FedAvg):
     pass
 
