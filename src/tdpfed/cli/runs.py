@@ -10,8 +10,17 @@ import typer
 from rich.console import Console
 
 from tdpfed.cli.base import (
-    DataRoot, Json, Set, Source, app, find_code_of, find_own_code, print_json, search_here, tell,
-)  # fmt: skip
+    DataRoot,
+    Json,
+    Set,
+    Source,
+    app,
+    find_code_of,
+    find_own_code,
+    print_json,
+    search_here,
+    tell,
+)
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
