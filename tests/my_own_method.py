@@ -30,12 +30,12 @@ class Ditto(FedAvg):
 
 
 class Abstract(Algorithm):
-    name: ClassVar[str] = "abstract"
+    name = "abstract"
 
 
 class Bare(FedAvg):
-    name: ClassVar[str] = "bare"
-    lam: float = hyper(1.0, "pull")
+    name = "bare"
+    lam: float = 1.0
 
 
 class Nameless(FedAvg):

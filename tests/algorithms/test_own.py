@@ -36,7 +36,7 @@ def test_built_in_names_and_own_classes_are_found() -> None:
         ("own_methods:number", ["int", "subclass"]),
         ("own_methods:Algorithm", ["subclass"]),
         ("own_methods:Abstract", ["abstract", "aggregate", "update"]),
-        ("own_methods:Bare", ["@dataclass"]),
+        ("own_methods:Bare", ["lam", "hyper"]),
         ("own_methods:Nameless", ["a name of its own"]),
         ("own_methods:", ["package.module:Class"]),
         (":Ditto", ["package.module:Class"]),

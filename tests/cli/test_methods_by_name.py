@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 import my_own_method
 from tdpfed.cli import app

@@ -13,11 +13,11 @@ from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PF
 from tdpfed.cli import app
 from tdpfed.cli.display import progress, summary_table
 from tdpfed.config.loading import load_config
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare
 from tdpfed.runs.session import Session
-from tdpfed.server.gate import Attack
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.robust import Rule

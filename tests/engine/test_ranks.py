@@ -23,13 +23,13 @@ from hub import together
 from tdpfed import Local, Participation
 from tdpfed.cli import app
 from tdpfed.config.loading import load_config
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ranks import ALONE, Ranks, joined
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import RankError, TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.session import Session
-from tdpfed.server.gate import Attack
 from tdpfed.server.robust import Rule
 
 SETTINGS = [

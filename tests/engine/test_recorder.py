@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, Participation, PFedMe
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import Attack
 
 
 def test_a_record_by_hand() -> None:

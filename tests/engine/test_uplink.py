@@ -9,12 +9,11 @@ import small
 from tdpfed import FedAvg, Local
 from tdpfed.config.loading import load_config
 from tdpfed.core.state import State, Turn, layouts_of
-from tdpfed.engine.attacks import attack, attackers
+from tdpfed.engine.attacks import Attack, attack, attackers
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.uplink import Uplink
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare
-from tdpfed.server.gate import Attack
 from tdpfed.wire import lossy
 
 SOME = torch.tensor([1, 2, 5, 6, 8])

@@ -15,12 +15,12 @@ from tdpfed.algorithms import ALGORITHMS, Algorithm, FedAvg
 from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.core.state import Turn, layouts_of, lengths_of
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.session import Session
-from tdpfed.server.gate import Attack
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy
 from tdpfed.server.robust import Rule, average_for

@@ -13,12 +13,12 @@ import tdpfed
 from tdpfed import Local, TDPFed
 from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
+from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.folder import RunFolder
 from tdpfed.runs.session import Session
 from tdpfed.runs.summary import device_name, facts_of, summarize
-from tdpfed.server.gate import Attack
 from tdpfed.server.records import worst_decile
 
 KEYS = {

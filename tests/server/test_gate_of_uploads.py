@@ -7,9 +7,8 @@ import torch
 
 import small
 from tdpfed import FedAvg, FedAvgSAR, PFedMe, TDPFed, TDPFedError
-from tdpfed.engine.attacks import attackers
+from tdpfed.engine.attacks import Attack, attackers
 from tdpfed.engine.simulation import Simulation
-from tdpfed.server.gate import Attack
 from tdpfed.server.robust import Rule
 
 QUICK: dict[str, Any] = {"tau": 2, "batch_size": 4}

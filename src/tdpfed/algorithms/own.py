@@ -1,6 +1,5 @@
 """Methods of the user's own, named as ``package.module:Class``: imported, and refused in words if they cannot run."""
 
-import dataclasses
 import importlib
 import inspect
 
@@ -39,10 +38,12 @@ def _checked(spec: str, method: object) -> type[Algorithm]:
     assert isinstance(method, type)
     if missing := sorted(getattr(method, "__abstractmethods__", ())):
         raise _refused(spec, f"which is abstract, must define {', '.join(missing)}")
-    if any(isinstance(value, dataclasses.Field) for value in vars(method).values()):
-        raise _refused(spec, "which declares hyper-parameters, must be a @dataclass(frozen=True, kw_only=True)")
-    if not isinstance(vars(method).get("name"), str) or "name" in (item.name for item in dataclasses.fields(method)):
-        raise _refused(spec, 'must have a name of its own, as in name: ClassVar[str] = "ditto"')
+    if not isinstance(vars(method).get("name"), str):
+        raise _refused(spec, 'must have a name of its own, as in name = "ditto"')
+    try:
+        method.hyper_parameters()
+    except TDPFedError as error:
+        raise _refused(spec, f"but {error}") from None
     return method
 
 

@@ -20,7 +20,7 @@ from tdpfed.cli.base import (
     print_json,
     search_here,
     tell,
-)  # fmt: skip
+)
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:

@@ -156,5 +156,5 @@ def _normal(like: Tensor, draw: Draw) -> Tensor:
 
 def _factorised(plan: FactorPlan | None, values: Tensor) -> FactorPlan:
     if plan is None or all(rank is None for rank in plan.ranks) or values.shape[-1] != plan.factors.size:
-        raise TDPFedError("attack.kind: 'gauge' given, but the uploads are no CP factors; it is an attack on 'tdpfed'")
+        raise TDPFedError("attack.kind: 'gauge' given, but the uploads are no CP factors, which it is an attack on")
     return plan
