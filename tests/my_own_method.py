@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-NAME = "own_methods:Ditto"
+NAME = "users_methods:Ditto"
 SOURCE = '''
 from typing import Literal
 
@@ -50,9 +50,9 @@ number = 3
 def write(folder: Path, monkeypatch: pytest.MonkeyPatch, *, on_path: bool = True) -> Path:
     """Write the module; it is forgotten after the test, and found on the path if asked for."""
     folder.mkdir(exist_ok=True)
-    file = folder / "own_methods.py"
+    file = folder / "users_methods.py"
     file.write_text(SOURCE)
     monkeypatch.setattr(sys, "path", [*sys.path, *([str(folder)] if on_path else [])])
-    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
+    monkeypatch.delitem(sys.modules, "users_methods", raising=False)
     importlib.invalidate_caches()
     return file

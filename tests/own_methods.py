@@ -1,8 +1,5 @@
 """Methods as a user of the package would write them, whose messages look like those of no built-in one."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -12,11 +9,10 @@ from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 
 
-@dataclass(frozen=True, kw_only=True)
 class Changes(FedAvg):
     """FedAvg whose clients send how far they moved; the server keeps a last change that does not travel."""
 
-    name: ClassVar[str] = "changes"
+    name = "changes"
 
     def down(self) -> Entries:
         return {"model": self.layout}
@@ -39,11 +35,10 @@ class Changes(FedAvg):
         return server["model"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Halves(FedAvg):
     """FedAvg whose uploads have two entries: the layers but the last with their layout, the last as plain values."""
 
-    name: ClassVar[str] = "halves"
+    name = "halves"
 
     def up(self) -> Entries:
         body = Layout(self.layout.names[:-2], self.layout.shapes[:-2])
@@ -71,11 +66,10 @@ class Halves(FedAvg):
         return self.parts(message["w"])
 
 
-@dataclass(frozen=True, kw_only=True)
 class Thirsty(FedAvg):
     """FedAvg that takes ``more`` steps than ``tau``, and expects to need ``expected`` minibatches."""
 
-    name: ClassVar[str] = "thirsty"
+    name = "thirsty"
 
     more: int = hyper(4, "steps beyond tau", least=0)
     expected: int = hyper(1, "minibatches drawn beforehand", least=1)
@@ -90,11 +84,10 @@ class Thirsty(FedAvg):
         return {"theta": theta}, {"w": theta}, {"loss": loss}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Undeclared(FedAvg):
     """FedAvg that does not send what it says."""
 
-    name: ClassVar[str] = "undeclared"
+    name = "undeclared"
 
     fault: str = hyper("name", "what is wrong: a name, an entry too many or too few, a length, no loss")
 

@@ -28,17 +28,17 @@ def test_built_in_names_and_own_classes_are_found() -> None:
     [
         ("fedvg", ["unknown 'fedvg'", "did you mean 'fedavg'", "package.module:Class"]),
         (3, ["unknown 3", "fedavg"]),
-        ("own_methods:Dito", ["no 'Dito'", "did you mean 'Ditto'"]),
-        ("own_methods:Zebra", ["no 'Zebra'"]),
+        ("users_methods:Dito", ["no 'Dito'", "did you mean 'Ditto'"]),
+        ("users_methods:Zebra", ["no 'Zebra'"]),
         ("own_methodz:Ditto", ["no module 'own_methodz'", "working directory"]),
-        ("own_methods.deep:Ditto", ["no module 'own_methods.deep'"]),
-        ("own_methods:Other", ["subclass"]),
-        ("own_methods:number", ["int", "subclass"]),
-        ("own_methods:Algorithm", ["subclass"]),
-        ("own_methods:Abstract", ["abstract", "aggregate", "update"]),
-        ("own_methods:Bare", ["lam", "hyper"]),
-        ("own_methods:Nameless", ["a name of its own"]),
-        ("own_methods:", ["package.module:Class"]),
+        ("users_methods.deep:Ditto", ["no module 'users_methods.deep'"]),
+        ("users_methods:Other", ["subclass"]),
+        ("users_methods:number", ["int", "subclass"]),
+        ("users_methods:Algorithm", ["subclass"]),
+        ("users_methods:Abstract", ["abstract", "aggregate", "update"]),
+        ("users_methods:Bare", ["lam", "hyper"]),
+        ("users_methods:Nameless", ["a name of its own"]),
+        ("users_methods:", ["package.module:Class"]),
         (":Ditto", ["package.module:Class"]),
         ("own methods:Ditto", ["package.module:Class"]),
     ],
@@ -64,6 +64,6 @@ def test_a_module_whose_import_fails_says_how(source: str, words: str, module: P
     module.write_text(source)
     with pytest.raises(TDPFedError) as error:
         find(my_own_method.NAME)
-    assert "the import of 'own_methods' failed" in str(error.value)
+    assert "the import of 'users_methods' failed" in str(error.value)
     assert words in str(error.value)
     assert "\n" not in str(error.value)

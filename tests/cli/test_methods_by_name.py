@@ -33,7 +33,7 @@ def test_its_keys_are_listed_and_suggested() -> None:
     listed = json.loads(call("keys", NAME, "--json").stdout)
     assert listed["algorithm.lam"]["meaning"] == "pull towards the global model"
     assert "package.module:Class" in listed["algorithm.name"]["allowed"]
-    assert "did you mean 'Ditto'" in str(call("keys", "own_methods:Dito").exception)
+    assert "did you mean 'Ditto'" in str(call("keys", "users_methods:Dito").exception)
 
 
 def test_it_runs_is_resumed_and_reported_and_a_report_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,30 +42,30 @@ def test_it_runs_is_resumed_and_reported_and_a_report_imports_nothing(monkeypatc
     summary = json.loads(done.stdout)
     assert (summary["algorithm"], summary["rounds"]) == ("ditto", 2)
     (folder,) = Path("runs").iterdir()
-    assert folder.name.startswith("digits-own_methods_Ditto-0-")
+    assert folder.name.startswith("digits-users_methods_Ditto-0-")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("rounds = 2", "rounds = 3"))
-    monkeypatch.delitem(sys.modules, "own_methods")
+    monkeypatch.delitem(sys.modules, "users_methods")
     monkeypatch.setattr(sys, "path", [one for one in sys.path if one != str(Path.cwd())])
     again = call("run", "--resume", str(folder), "--json")
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout)["rounds"] == 3
-    monkeypatch.delitem(sys.modules, "own_methods")
+    monkeypatch.delitem(sys.modules, "users_methods")
     assert call("report", str(folder), "--json").exit_code == 0
     run = read_run(folder)
     assert run.algorithm == "ditto"
     assert "does not import" in str(plan_of(run))
-    assert "own_methods" not in sys.modules
+    assert "users_methods" not in sys.modules
 
 
 def test_a_run_whose_method_is_gone_is_not_resumed() -> None:
     assert call("run", *QUICK, "--set", f"algorithm.name={NAME}", "--out", "run").exit_code == 0
-    Path("own_methods.py").unlink()
-    del sys.modules["own_methods"]
+    Path("users_methods.py").unlink()
+    del sys.modules["users_methods"]
     error = call("run", "--resume", "run").exception
     assert isinstance(error, TDPFedError)
     assert error.field == "algorithm.name"
-    assert "no module 'own_methods'" in str(error)
+    assert "no module 'users_methods'" in str(error)
     assert "config.toml" in str(error)
 
 
@@ -75,7 +75,7 @@ def test_its_mistakes_are_told_with_all_others() -> None:
     assert isinstance(error, CombinedError)
     assert [one.field for one in error.errors] == ["algorithm", "algorithm.lam", "run.rounds"]
     assert "did you mean 'bound'" in error.lines[0]
-    assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == ["own_methods.py"]
+    assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == ["users_methods.py"]
 
 
 def test_it_is_compared_with_others() -> None:
@@ -86,10 +86,10 @@ def test_it_is_compared_with_others() -> None:
     assert [row["algorithm"] for row in made["rows"]] == ["fedavg", "ditto", "ditto"]
     assert [row["method"] for row in made["rows"]] == ["fedavg", "ditto, lam 0.5", "ditto, lam 1"]
     assert {path.name for path in Path(made["folder"]).iterdir() if path.is_dir()} == {
-        "fedavg-seed0", "own_methods_Ditto-lam=0.5-seed0", "own_methods_Ditto-lam=1-seed0",
+        "fedavg-seed0", "users_methods_Ditto-lam=0.5-seed0", "users_methods_Ditto-lam=1-seed0",
     }  # fmt: skip
     assert made["notes"][0] == "fedavg has no algorithm.lam: not swept over it"
-    for names, word in (("own_methods:Dito", "did you mean 'Ditto'"), ("nowhere:Ditto", "no module 'nowhere'")):
+    for names, word in (("users_methods:Dito", "did you mean 'Ditto'"), ("nowhere:Ditto", "no module 'nowhere'")):
         error = call("compare", "--algorithms", f"fedavg,{names}").exception
         assert isinstance(error, TDPFedError)
         assert error.field == "--algorithms"

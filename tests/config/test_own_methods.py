@@ -56,7 +56,7 @@ def test_its_keys_are_checked_with_all_others_at_once() -> None:
     assert one.value.field == f"algorithms.{NAME}"
 
 
-@pytest.mark.parametrize("name", ["own_methods:Dito", "nowhere:Ditto"])
+@pytest.mark.parametrize("name", ["users_methods:Dito", "nowhere:Ditto"])
 def test_one_that_is_not_there_hides_no_other_error(name: str) -> None:
     with pytest.raises(CombinedError) as error:
         load_config("digits", [f"algorithm.name={name}", "run.rounds=0", f"algorithms.{name}.tau=1"])
@@ -69,7 +69,7 @@ def test_its_keys_are_listed() -> None:
     assert found["algorithm.bound"].allowed == "number > 0"
     assert found["algorithm.kind"].allowed == "near, far"
     with pytest.raises(TDPFedError, match="did you mean 'Ditto'") as error:
-        describe("own_methods:Dito")
+        describe("users_methods:Dito")
     assert error.value.field == "algorithm"
 
 
@@ -94,7 +94,7 @@ def test_own_code_is_known_before_it_is_imported() -> None:
     assert own_code(raw) == [NAME, "a:b", "c:D"]
     assert own_code(raw_config("digits")) == []
     assert own_code({"algorithm": 3}) == []
-    assert "own_methods" not in sys.modules
+    assert "users_methods" not in sys.modules
 
 
 def test_checks_across_settings_come_with_all_others() -> None:

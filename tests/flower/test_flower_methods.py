@@ -10,7 +10,9 @@ import torch
 from fake import NODES, Case, as_vector, worst
 from safetensors.torch import load_file
 
+import page_methods
 from own_methods import OWN, Halves
+from page_methods import METHODS
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.errors import QuorumError
 from tdpfed.flower.node import Node, Side
@@ -99,3 +101,21 @@ def test_both_sides_know_how_many_clients_there_are(tmp_path: Path) -> None:
     assert node.side.algorithm.population == server.algorithm.population == NODES
     assert case.simulation.algorithm.population == NODES
     assert isinstance(server.algorithm, Halves)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_nodes_with_the_methods_of_the_docs_are_the_simulation(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_methods.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    given = (f"algorithm.name={name}", "algorithm.tau=2", "data.clients=2", "data.per_client=5")
+    case = Case(tmp_path / "flower", *given, nodes=2)
+    summary = case.run(case.grid(nodes=range(2)))
+    assert summary["status"] == "finished"
+    assert summary["uplink_bytes"] == case.simulation.ledger.uplink
+    assert summary["personalized_accuracy"] == pytest.approx(case.simulation.record(0.0).personalized_accuracy)
+    for client in range(2):
+        kept = case.state(client).upto(3)
+        assert kept is not None
+        assert torch.allclose(kept["theta"], case.simulation.private["theta"][client], atol=1e-6)

@@ -91,7 +91,7 @@ def test_a_method_of_ones_own_is_found_where_the_environment_says(
 ) -> None:
     my_own_method.write(tmp_path, monkeypatch, on_path=False)
     given = {"algorithm.name": my_own_method.NAME, f"algorithms.{my_own_method.NAME}.tau": 3}
-    with pytest.raises(TDPFedError, match="no module 'own_methods'"):
+    with pytest.raises(TDPFedError, match="no module 'users_methods'"):
         read_settings(given)
     monkeypatch.setenv(OWN_CODE, str(tmp_path))
     config, flower = read_settings(given)

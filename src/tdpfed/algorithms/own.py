@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from typing import TypeGuard
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.errors import TDPFedError, nearest
@@ -35,7 +36,6 @@ def _checked(spec: str, method: object) -> type[Algorithm]:
     if not _is_method(method):
         kind = "class" if isinstance(method, type) else type(method).__name__
         raise _refused(spec, f"which is another {kind}, {RULE}")
-    assert isinstance(method, type)
     if missing := sorted(getattr(method, "__abstractmethods__", ())):
         raise _refused(spec, f"which is abstract, must define {', '.join(missing)}")
     if not isinstance(vars(method).get("name"), str):
@@ -47,7 +47,7 @@ def _checked(spec: str, method: object) -> type[Algorithm]:
     return method
 
 
-def _is_method(value: object) -> bool:
+def _is_method(value: object) -> TypeGuard[type[Algorithm]]:
     return inspect.isclass(value) and issubclass(value, Algorithm) and value is not Algorithm
 
 
