@@ -1,4 +1,4 @@
-"""Draw ``docs/performance.svg`` from the results of ``scale.py``: seconds against clients, model size and processes."""
+"""Draw ``docs/performance.svg`` from the results of ``scale.py``: seconds by clients, model size and processes."""
 
 import json
 import statistics
@@ -29,11 +29,11 @@ def main() -> None:
     ]
     left.errorbar([c["clients"] for c in many], [c["median"] for c in many], spread, marker="o", capsize=3)
     left.set(xscale="log", ylim=(0, None), xlabel="clients, of which 100 take part", ylabel="seconds per round")
-    left.set_title("FedAvg against clients")
+    left.set_title("FedAvg, by number of clients")
     for method, name in NAMES.items():
         sizes = sorted((c for c in cases("models") if c["method"] == method), key=lambda case: case["parameters"])
         middle.plot([c["parameters"] for c in sizes], [c["median"] for c in sizes], marker="o", label=name)
-    middle.set(xscale="log", yscale="log", xlabel="parameters, 20 clients", title="against the model's size")
+    middle.set(xscale="log", yscale="log", xlabel="parameters, 20 clients", title="by size of the model")
     middle.legend(frameon=False)
     shared = cases("ranks")
     names = [f"{c['ranks']} x {c['threads']}" for c in shared]

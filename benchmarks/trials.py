@@ -1,7 +1,7 @@
-"""Studies: a preset with many settings and seeds, each run recorded with its provenance, and a table of all of them.
+"""Studies: a preset with many settings and seeds, every run with its provenance, and a table of all of them.
 
-``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file next to it does not contain yet, adds it
-there, and writes ``results.json`` and ``README.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for
+``python benchmarks/trials.py results/NAME/study.toml`` runs what the packed file next to it does not contain yet, adds
+it there, and writes ``results.json`` and ``README.md``. A study gives ``title``, ``preset``, ``seeds``, ``set`` (for
 all), ``metrics`` and tables ``rows`` and ``columns``, which map a name to a list of ``key=value`` settings; every row
 is combined with every column.
 """

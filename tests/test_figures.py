@@ -17,10 +17,15 @@ def sources(tmp_path: Path) -> Sources:
     """A small study of the paper's kind, one of rows and columns, a benchmark, and packed runs of two seeds."""
     line = {"run": "x2", "ours": {"mean": 98.904, "sd": 0.15}, "late": {"mean": 90.0, "sd": None}}
     cell = {"personalized_accuracy": {"mean": 93.95, "sd": None}}
+
+    def sent(bytes_: float) -> dict[str, object]:
+        return {"uplink_bytes": {"mean": bytes_, "spread": None}}
+
     files = {
         "results/paper/results.json": {"tables": {"1": [], "2": [line]}, "provenance": {"seconds": {"x2": [1.0, 2.0]}}},
         "results/cells/results.json": {"rows": {"s = 2": {"a, b": cell}}},
         "results/methods/results.json": {"methods": [{"algorithm": "local", "personalized_accuracy": 0.5}]},
+        "results/settings/results.json": {"settings": {"few": {"ours": sent(2e6), "theirs": sent(7e6)}}},
         "benchmarks/results/demo.json": {"share": 0.053, "cases": [{"bytes": 1234567}]},
     }
     for name, content in files.items():
@@ -48,6 +53,8 @@ def sources(tmp_path: Path) -> Sources:
         ("methods/local/personalized_accuracy:0", "50"),
         ("demo/cases/0/bytes:0", "1,234,567"),
         ("percent/demo/share:1", "5.3"),
+        ("megabytes/settings/few/ours/uplink_bytes:1", "2.0"),
+        ("smaller/few/ours/theirs:1", "3.5"),
         ("curve/paper/run/at", "21.00 ± 1.41"),
         ("curve/paper/run/best/mean:0", "31"),
         ("curve/paper/run/at/10", "11.00 ± 1.41"),

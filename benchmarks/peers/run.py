@@ -1,13 +1,13 @@
-"""Seconds per round of the same workload on ours, on a plain PyTorch loop and on other packages, in one command.
+"""Seconds per round of the same workload in tdpfed (ours), in plain PyTorch loops and in other packages.
 
     python benchmarks/peers/run.py --data-root DIR
 
-MNIST, MLP 784-100-10, 20 clients of two classes, 23 local steps of 20 samples, all clients, float32, the CPU threads
-there are: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists, as in the preset
+MNIST, MLP 784-100-10, 20 clients of two classes, 23 local steps of 20 samples, all clients, float32, all CPU
+threads: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists, as in the preset
 ``mnist-paper`` and with Nesterov momentum 0.5. With ``--conv``: CIFAR-10's shapes, VGG8, 10 clients, 5 local steps,
-FedAvg, pFedMe and TDPFed as in the preset, on ours and the plain loop. Every package gets an environment of its own,
-made anew and thrown away; one that does not install, or does not run, is reported as such. All take turns, a process
-each time: its first rounds warm up, and the rest count. What is compared is the median over all rounds of all turns.
+FedAvg, pFedMe and TDPFed as in the preset, in ours and in the plain loop. Every package gets its own new environment,
+which is deleted afterwards; a package that cannot be installed or does not run is reported. All take turns in processes
+of their own, whose first rounds are not counted. The median over all rounds of all turns is compared.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def gemm_rate(repeats: int = 15) -> float:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the medians as Markdown, with spreads and, for ours, how many times slower the others are."""
+    """Return the medians as Markdown, with their ranges and how many times as long as ours they are."""
     rows = [f"| | {' | '.join(result['methods'])} |", "| --- |" + " --- |" * len(result["methods"])]
     names = list(dict.fromkeys(name for method in result["methods"].values() for name in method))
     for name in names:
@@ -197,15 +197,15 @@ def _page(result: dict[str, Any], text: str, name: str) -> str:
         if "note" in found
     ]  # fmt: skip
     packages = (
-        " Packages are given 460 samples of each client, one pass of 23 minibatches; ours and the plain loop draw as "
-        "many from all there are."
+        " The other packages have 460 samples of each client, which is one pass of 23 minibatches; `tdpfed` (ours) and "
+        "the plain loops draw the same number of minibatches from all samples."
     )
     return (
-        f"# Seconds per round: {result['workload']}, {result['data']}\n\nMedian (least to most), and how many times "
-        f"that of ours.{packages if floors else ''}\n\n{text}\n"
+        f"# Seconds per round: {result['workload']}, {result['data']}\n\nMedian (minimum to maximum), and "
+        f"how many times as long as ours.{packages if floors else ''}\n\n{text}\n"
         + "".join(f"- {note}\n" for note in notes) + ("\n" if notes else "")
-        + (f"Counted operations at the rate of a large product, {statistics.median(result['gemm_gflops']):.0f} GFLOP/s "
-           f"in the same run: {floors}.\n\n" if floors else "")
+        + (f"Time for the counted operations at the speed of one large matrix product, "
+           f"{statistics.median(result['gemm_gflops']):.0f} GFLOP/s in the same run: {floors}.\n\n" if floors else "")
         + f"{hardware['cpu']}, {hardware['threads']} threads; torch {made['versions']['torch']}, Python "
         f"{made['versions']['python']}; commit {commit}; {made['date'][:10]}. Versions of all packages and every "
         f"round's seconds: [{name}]({name}).\n"

@@ -57,9 +57,9 @@ def test_settings_that_runs_have_of_their_own_are_named() -> None:
     given = ["algorithm.compression=4", "run.seed=4", "run.rounds=3", "algorithm.eta_p=0.07"]
     lines = overruled(study, ["tdpfed-x2", "local"], 1, given)
     assert lines == [
-        "--set algorithm.compression: does not count for tdpfed-x2, which have their own",
-        "--set run.seed: does not count, --seeds says it",
-        "--set run.rounds: does not count, --rounds says it",
+        "--set algorithm.compression: has no effect on tdpfed-x2, which set it themselves",
+        "--set run.seed: has no effect, use --seeds",
+        "--set run.rounds: has no effect, use --rounds",
     ]
     assert overruled(study, ["tdpfed-x2"], None, given[2:]) == []
 
@@ -215,11 +215,11 @@ def test_a_page_says_what_our_configuration_is() -> None:
     origin: dict[str, Any] = {"command": "c", "commits": [], "devices": [], "versions": [], "seeds": [0], "date": "d"}
     origin |= {"rounds": [800], "settings": ["data.partition=classes-in-turn"]}
     page = to_page(study, [make(study, 3, {})], [], origin, [])
-    assert "Settings given, where a run has none of its own: `data.partition=classes-in-turn`." in page
+    assert "Settings of all runs without their own value: `data.partition=classes-in-turn`." in page
     told = [line for line in page.splitlines() if line.startswith("- ") and "our configuration" in line]
     assert len(told) == 3
     assert all("`data.augment=flip-shift`" in line for line in told)
     plain = to_page(study, [make(study, 2, {})], [], {**origin, "settings": []}, [])
-    assert "Settings beside" not in plain
-    assert "Settings given" not in plain
+    assert "in addition to the preset" not in plain
+    assert "Settings of all runs" not in plain
     assert "after 800 rounds" not in page

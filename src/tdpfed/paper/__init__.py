@@ -1,1 +1,1 @@
-"""The paper's experiments (section VII): its tables and figures made anew, its numbers beside ours."""
+"""The paper's experiments (section VII): its tables and figures, its numbers next to ours."""

@@ -42,9 +42,9 @@ def choose(study: Study, tables_: Sequence[int], figures: Sequence[int]) -> tupl
 
 
 def with_earlier(folder: Path, tables_: Sequence[int], figures: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return what to make so that nothing is lost that a folder's earlier calls have made.
+    """Return what to make so that tables and figures of earlier calls with this folder are kept.
 
-    A folder whose runs are packed is refused: without them the tables would be made of new runs alone.
+    A folder whose runs are packed is refused: without them the tables would contain only new runs.
     """
     if (folder / PACKED).exists() and not (folder / "runs").exists():
         raise TDPFedError(
@@ -77,15 +77,15 @@ def cells_of(
 
 
 def overruled(study: Study, runs: Sequence[str], rounds: int | None, settings: Sequence[str]) -> list[str]:
-    """Return a line for each given setting that does not count for some of the runs: they have their own."""
+    """Return a line for each given setting that is ignored by some of the runs, which set it themselves."""
     lines = []
     for key in dict.fromkeys(setting.partition("=")[0].strip() for setting in settings):
         own = [run for run in runs if any(one.partition("=")[0] == key for one in study.runs[run])]
         if key == "run.seed" or (rounds is not None and key in ("run.rounds", "run.evaluate_every")):
             option = "--seeds" if key == "run.seed" else "--rounds"
-            lines.append(f"--set {key}: does not count, {option} says it")
+            lines.append(f"--set {key}: has no effect, use {option}")
         elif own:
-            lines.append(f"--set {key}: does not count for {', '.join(own)}, which have their own")
+            lines.append(f"--set {key}: has no effect on {', '.join(own)}, which set it themselves")
     return lines
 
 
@@ -97,7 +97,7 @@ def write(
     figures: tuple[int, ...],
     settings: Sequence[str] = (),
 ) -> list[Path]:
-    """Write what the finished runs give: a page of all tables, a CSV file for each, figures, and their origin."""
+    """Write the results of the finished runs: a page of all tables, a CSV file for each, figures, and provenance."""
     finished: dict[str, list[Path]] = {}
     for outcome in outcomes:
         if outcome.error is None:
@@ -122,7 +122,7 @@ def write(
 
 
 def provenance(groups: Groups) -> dict[str, Any]:
-    """Return where the numbers come from: command, commit, hardware, versions, seeds and rounds."""
+    """Return the provenance of the numbers: command, commit, hardware, versions, seeds and rounds."""
     runs = [run for group in groups.values() for run in group.runs]
     return {
         "command": " ".join(["tdpfed", *sys.argv[1:]]),

@@ -1,4 +1,4 @@
-"""The paper's figures: test accuracy and training loss against rounds, at both compression rates side by side."""
+"""The paper's figures: test accuracy and training loss by round, at both compression rates side by side."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from tdpfed.paper.paper import Row, Study
 from tdpfed.report.figures import COLOURS, MARKERS, STYLE, check
 from tdpfed.report.group import Group
 
-OF = {"personalized_accuracy": "personalised", "global_accuracy": "global", "local_accuracy": "local"}
+OF = {"personalized_accuracy": "personalized", "global_accuracy": "global", "local_accuracy": "local"}
 
 
 def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str, Group]) -> list[Path]:

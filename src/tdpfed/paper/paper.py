@@ -1,7 +1,7 @@
-"""What the paper reports (section VII), and the settings of ours that stand beside each number.
+"""What the paper reports (section VII), and the settings of our run for each number.
 
-The paper says accuracy and not of which model. Its FedAvg figures are those of the global model, those of pFedMe and
-TDPFed of the personalised ones (docs/paper.md): each row names the accuracy that its number is held against.
+The paper reports accuracy but does not say of which model. Its numbers for FedAvg are those of the global model, those
+for pFedMe and TDPFed of the personalized models (docs/paper.md): each row names the accuracy that is compared.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ GLOBAL: Accuracy = "global_accuracy"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: what it is called, the run it is taken from, the paper's number, and what that is of."""
+    """A line of a table: its label, the run it is taken from, the paper's number, and of which models that is."""
 
     label: str
     run: str
-    paper: float | None  # per cent; None where the paper has no such line and it is ours
+    paper: float | None  # percent; None if the paper has no such line and it is our addition
     accuracy: Accuracy = PERSONAL
 
 
@@ -36,7 +36,7 @@ class Study:
     curves: Mapping[str, tuple[Row, ...]]  # of the figures, by panel
 
     def needed(self, tables: tuple[int, ...], figures: tuple[int, ...]) -> list[str]:
-        """Return the runs that these tables and figures are made of, in order."""
+        """Return the runs that these tables and figures need, in order."""
         rows = [row for number in tables for row in self.tables.get(number, ())]
         rows += [row for panel in self.curves.values() for row in panel] if figures else []
         return list(dict.fromkeys(row.run for row in rows))
@@ -51,12 +51,12 @@ RANKS = {  # Table I: rank of each layer at compression 1.5 and 2
 }  # fmt: skip
 
 ROUNDS = 800
-"""Rounds after which the paper reports."""
+"""Number of rounds in the paper's experiments."""
 
 TITLES = {
     1: "CP ranks",
     2: "The two aggregation strategies",
-    3: "TDPFed against other methods",
+    3: "TDPFed and other methods",
     4: "Hyper-parameters",
 }
 
@@ -74,10 +74,10 @@ METHODS = {
 
 
 OURS = "-ours"
-"""How the names of runs end that are in our configuration."""
+"""The ending of the names of runs with our configuration."""
 
 _CHANGES = ("model.name=vgg8-gn", "data.augment=flip-shift", "algorithm.batch_size=50")
-_CIFAR10_OURS = {  # where the paper's text does not give its number: normalisation, augmentation, rates and batches
+_CIFAR10_OURS = {  # what reaches the paper's number where its text does not: norm, augmentation, rates, batches
     f"tdpfed-x2{OURS}": (
         *METHODS["tdpfed-x2"], *_CHANGES, "algorithm.keep_theta=true", "algorithm.lam=1", "algorithm.eta_p=0.01",
         "algorithm.eta=2e-4",

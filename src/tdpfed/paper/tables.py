@@ -1,4 +1,4 @@
-"""The paper's tables with our numbers beside its own, as Markdown and CSV."""
+"""The paper's tables with our numbers next to its own, as Markdown and CSV."""
 
 import csv
 import io
@@ -15,25 +15,25 @@ from tdpfed.report.group import Group, Stat
 from tdpfed.report.parse import Number
 
 WORDS = {
-    "personalized_accuracy": "personalised", "local_accuracy": "local, after training", "global_accuracy": "global",
+    "personalized_accuracy": "personalized", "local_accuracy": "local, after training", "global_accuracy": "global",
 }  # fmt: skip
 LATE = 10
 """How many of the last evaluations count as late."""
 
 HEADS = (
-    "", "paper", "ours", "of", "difference", "personalised", "late", "best", "global", "MB up per round",
-    "MB down per round", "MB up in all", "seconds", "seeds",
+    "", "paper", "ours", "of", "difference", "personalized", "late", "best", "global", "MB up per round",
+    "MB down per round", "MB up in total", "seconds", "seeds",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row, and what our runs came to; all accuracies in per cent."""
+    """A row, and the results of our runs; all accuracies in percent."""
 
     row: Row
     ours: Stat
     personalized: Stat
-    late: Stat  # personalised, the median of the last evaluations
+    late: Stat  # personalized, the median of the last evaluations
     best: Stat
     global_: Stat
     megabytes: Number
@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table by its number; the first has ranks in place of accuracies."""
+    """A table by its number; the first has ranks instead of accuracies."""
 
     number: int
     lines: Sequence[Line] = ()
@@ -53,7 +53,7 @@ class Table:
 
 
 def make(study: Study, number: int, groups: Mapping[str, Group]) -> Table:
-    """Return a table from the groups of runs that are there; what is missing stays empty."""
+    """Return a table of the groups of runs that exist; cells without a run stay empty."""
     if number == 1:
         return Table(1, ranks=_ranks(study.model))
     return Table(number, [_line(row, groups.get(row.run)) for row in study.tables[number]])
@@ -77,7 +77,7 @@ def _line(row: Row, group: Group | None) -> Line:
 
 
 def _late(group: Group | None) -> Stat:
-    """Return the median of the last evaluations, which one bad round does not move."""
+    """Return the median of the last evaluations, which one bad round does not change."""
     runs = () if group is None else group.counted
     curves = [[value for value in run.series["personalized_accuracy"][-LATE:] if value is not None] for run in runs]
     return Stat.of([100 * statistics.median(curve) if curve else None for curve in curves])
@@ -115,7 +115,7 @@ def cells(line: Line) -> list[str]:
 def as_dict(line: Line) -> dict[str, Any]:
     """Return a line as plain values."""
     stats = {
-        "ours": line.ours, "personalised": line.personalized, "late": line.late, "global": line.global_,
+        "ours": line.ours, "personalized": line.personalized, "late": line.late, "global": line.global_,
         "best": line.best,
     }  # fmt: skip
     plain = {name: {"mean": stat.mean, "sd": stat.spread} for name, stat in stats.items()}
@@ -151,32 +151,32 @@ def to_markdown(table: Table) -> str:
 def to_page(
     study: Study, made: Sequence[Table], images: Sequence[Path], origin: Mapping[str, Any], failed: Sequence[str]
 ) -> str:
-    """Return all tables and figures on one Markdown page, with where they come from."""
+    """Return all tables and figures on one Markdown page, with their provenance."""
     seeds, rounds = len(origin["seeds"]), " or ".join(map(str, origin["rounds"])) or "no"
     parts = [f"# The paper's experiments, preset `{study.preset}`: {rounds} rounds, {seeds} seed{'s' * (seeds != 1)}\n"]
     parts.append(
-        "Accuracies in per cent after the last round, mean ± standard deviation over seeds. `ours` is the accuracy the "
-        "paper's number is held against, named in the next column. `late` and `best` are the median of a run's last "
-        f"{LATE} personalised accuracies and the highest of all. `local, after training` are clients' models before "
-        "they are averaged. `seconds` of seeds that were computed together are those of them all, and runs that shared "
-        "a machine took longer for it."
+        "Accuracies are in percent after the last round, mean ± standard deviation over seeds. `ours` is our number "
+        "that is compared with the paper's; the column `of` says of which models it is the accuracy. `late` is the "
+        f"median of a run's last {LATE} personalized accuracies, `best` the highest of all. `local, after training` "
+        "means the clients' models before they are averaged. If seeds were computed together, `seconds` is the time "
+        "of all of them; runs that shared a machine took longer."
         + f" The paper's numbers are after {ROUNDS} rounds." * (origin["rounds"] != [ROUNDS])
-        + f" Settings given, where a run has none of its own: {' '.join(f'`{one}`' for one in origin['settings'])}."
+        + f" Settings of all runs without their own value: {' '.join(f'`{one}`' for one in origin['settings'])}."
         * bool(origin["settings"])
-        + " Lines of 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
+        + " Lines with 0 seeds have no finished run." * any(line.seeds == 0 for table in made for line in table.lines)
         + "\n"
     )
     for table in made:
         parts.append(f"## Table {table.number}: {TITLES[table.number]}\n\n{to_markdown(table)}")
         ours = [line.row for line in table.lines if line.row.run.endswith(OURS)]
         given = "".join(f"- {row.label}: {' '.join(f'`{one}`' for one in study.runs[row.run])}\n" for row in ours)
-        parts += [f"Settings beside those of the preset:\n\n{given}"] if ours else []
+        parts += [f"Settings in addition to the preset:\n\n{given}"] if ours else []
     for image in images:
         parts.append(f"## {image.stem.replace('-', ' ').capitalize()}\n\n![{image.stem}]({image.name})\n")
     if failed:
         parts.append("## Runs that failed\n\n" + "".join(f"- {line}\n" for line in failed))
     parts.append(
-        f"## Where this comes from\n\n- command: `{origin['command']}`\n"
+        f"## How this was made\n\n- command: `{origin['command']}`\n"
         f"- commit: {', '.join(origin['commits']) or 'unknown'}\n"
         f"- device: {', '.join(origin['devices'])}\n- versions: {'; '.join(origin['versions'])}\n"
         f"- seeds: {', '.join(map(str, origin['seeds']))}\n- date: {origin['date']}\n"
