@@ -49,7 +49,7 @@ def simulation(workload: dict[str, Any], device: str) -> Any:
     try:
         from tdpfed.engine.simulation import Simulation
     except ImportError:  # before the modules moved
-        from tdpfed.engine.simulate import Simulation  # type: ignore[attr-defined,no-redef]
+        from tdpfed.engine.simulate import Simulation  # type: ignore[attr-defined]
     shape, clients = workload.get("shape", (1, 28, 28)), workload.get("clients", 20)
     generator = torch.Generator().manual_seed(0)
     owner = torch.arange(clients).repeat_interleave(400)
@@ -57,7 +57,7 @@ def simulation(workload: dict[str, Any], device: str) -> Any:
     x = torch.randn(len(y), *shape, generator=generator)
     federation = tdpfed.Federation.from_tensors(x, y, owner, classes=10).to(device)
     method = getattr(tdpfed, workload["method"])(**workload["options"])
-    precision = "tf32" if device == "cuda" else "float32"
+    precision: Any = "tf32" if device == "cuda" else "float32"
     return Simulation(build(workload.get("model", "dnn"), shape, 10, seed=0), federation, method, precision=precision)
 
 

@@ -54,6 +54,7 @@ class FedPer(Algorithm):
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """The server holds the body alone."""
+        del generator
         return {"body": self.layout.take(theta, self.layout.without(self.personal))}
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
@@ -64,10 +65,12 @@ class FedPer(Algorithm):
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the bodies."""
+        del server, uploads, turn
         return {"body": average("body")}
 
     def global_model(self, server: State) -> None:
         """A body without a head is no model."""
+        del server
 
 
 if __name__ == "__main__":

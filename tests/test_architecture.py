@@ -9,8 +9,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "tdpfed"
 
 ORDER = (
-    "errors", "files", "core", "cp", "algorithms", "wire", "server", "models", "data", "fast", "engine", "config", "runs",
-    "report", "paper", "flower", "cli",
+    "errors", "files", "core", "cp", "algorithms", "wire", "server", "models", "data", "fast", "engine", "config",
+    "runs", "report", "paper", "flower", "cli",
 )  # fmt: skip
 """From what everything stands on to what stands on everything."""
 

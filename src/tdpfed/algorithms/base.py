@@ -77,8 +77,8 @@ class Algorithm(ABC):
         for item in found:
             if "doc" not in item.metadata:
                 raise TDPFedError(
-                    f"{cls.__name__}.{item.name}: declare it with hyper(default, meaning), and do not decorate the class "
-                    "as a dataclass: it is one"
+                    f"{cls.__name__}.{item.name}: declare it with hyper(default, meaning), and do not decorate the "
+                    "class as a dataclass: it is one"
                 )
         return found
 
@@ -149,7 +149,7 @@ class Algorithm(ABC):
         """Return the server's state before round 1, from the common initial parameters ``(P,)``."""
 
     def broadcast(self, server: State, turn: Turn) -> State:
-        """Return exactly what goes down to the turn's clients, tensors ``(..., n)``: by default the server's entries."""
+        """Return what goes down to the turn's clients, tensors ``(..., n)``; by default the server's own entries."""
         return to_each({name: server[name] for name in self.down()}, turn)
 
     def init_private(self, theta: Tensor) -> State:
@@ -174,7 +174,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Return the server's next state. ``uploads`` ``(S, n)`` are those of the turn's clients; privacy hides them."""
+        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients are hidden by privacy."""
 
     def personalized(self, private: State) -> Tensor:
         """Return the parameters a client would use."""

@@ -1,8 +1,8 @@
 """A client's own work in a round, in the words of the papers: the one door through which methods reach data and model.
 
-:class:`LocalWork` is what a method sees; nothing it offers changes its arguments. There are two implementations with the
-same numbers up to rounding: ordinary PyTorch in :mod:`tdpfed.core.plain`, and the engine's fast one. With a leading
-client axis, ``(K, P)``, the same calls compute K clients at once.
+:class:`LocalWork` is what a method sees; nothing it offers changes its arguments. There are two implementations with
+the same numbers up to rounding: ordinary PyTorch in :mod:`tdpfed.core.plain`, and the engine's fast one. With a
+leading client axis, ``(K, P)``, the same calls compute K clients at once.
 """
 
 from abc import ABC, abstractmethod

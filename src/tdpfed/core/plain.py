@@ -1,4 +1,4 @@
-"""Local work as ordinary PyTorch: what the loop runner and a Flower node use, and what the fast one is tested against."""
+"""Local work as ordinary PyTorch: for the loop runner and Flower nodes, and what the fast one is tested against."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

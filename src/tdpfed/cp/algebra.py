@@ -65,7 +65,7 @@ def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
 
 
 def residual_grad(theta: Tensor, factors: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
+    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` per factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
     check_factors(factors, theta)
     grams = [factor.mT @ factor for factor in factors]
     return [scale * (factors[n] @ hadamard_of_others(grams, n) - product) for n, product in sweep(theta, factors)]
@@ -133,6 +133,7 @@ def best_cut(sizes: Sequence[int]) -> int:
 
 
 def sides(factors: Sequence[Tensor]) -> list[range]:
+    """Return the modes on each side of the cut."""
     cut = best_cut(mode_sizes(factors))
     return [side for side in (range(cut), range(cut, len(factors))) if side]
 
