@@ -1,4 +1,4 @@
-"""Local work as ordinary PyTorch: what the loop runner and a Flower node use, and what the fast one is tested against."""
+"""Local work as ordinary PyTorch: what the loop runner and a Flower node use, and the fast one is tested against."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -67,8 +67,8 @@ class PlainLocal(Local):
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Begin to move factors."""
-        moments = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else None
-        return PlainFactors(plan, a, rule, moments)
+        kept = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else ()
+        return PlainFactors(plan, a, rule, kept or None)
 
 
 @dataclass(frozen=True)

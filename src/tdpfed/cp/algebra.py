@@ -65,7 +65,7 @@ def mttkrp(theta: Tensor, factors: Sequence[Tensor], mode: int) -> Tensor:
 
 
 def residual_grad(theta: Tensor, factors: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-    """Return the gradient of ``scale/2 ||theta - [[A1..AN]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
+    """Return the gradient of ``scale/2 ||theta - [[A]]||^2`` in every factor: ``A_n V_n - MTTKRP_n`` (appendix A)."""
     check_factors(factors, theta)
     grams = [factor.mT @ factor for factor in factors]
     return [scale * (factors[n] @ hadamard_of_others(grams, n) - product) for n, product in sweep(theta, factors)]
@@ -133,6 +133,7 @@ def best_cut(sizes: Sequence[int]) -> int:
 
 
 def sides(factors: Sequence[Tensor]) -> list[range]:
+    """Return the modes left and right of the best cut; a side without modes is left out."""
     cut = best_cut(mode_sizes(factors))
     return [side for side in (range(cut), range(cut, len(factors))) if side]
 
@@ -154,7 +155,8 @@ def walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tu
         yield side.start, partial
         return
     first, rest = side.start, side[1:]
-    partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
+    size = factors[first].shape[-2]
+    partial = partial.reshape(*partial.shape[:-2], size, partial.shape[-2] // size, partial.shape[-1])
     yield first, contract(partial, khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2)
     yield from walk(contract(partial, factors[first].unsqueeze(-2), -3), factors, rest)
 

@@ -1,4 +1,4 @@
-"""Steps that are taken in memory that already exists, or as one kernel: the rules of :mod:`tdpfed.core.optim`, faster."""
+"""Steps taken in memory that already exists, or as one kernel: the rules of :mod:`tdpfed.core.optim`, faster."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -33,7 +33,7 @@ class FastOptimizer(NamedTuple):
 
 
 def aligned_empty(theta: Tensor) -> Tensor:
-    """Return room for ``theta`` ``(K, P)``; on a CPU its rows begin at whole cache lines, where products write fastest."""
+    """Return room for ``theta`` ``(K, P)``; on a CPU rows begin at whole cache lines, where products write fastest."""
     if theta.ndim < 2 or theta.device.type != "cpu":
         return torch.empty_like(theta, memory_format=torch.contiguous_format)
     size, line = theta.shape[-1], CACHE_LINE // theta.element_size()
