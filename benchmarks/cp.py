@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tdpfed.cp.plan import FactorPlan
+from tdpfed.fast.factor_algebra import compose, residual_grad
 from tdpfed.models import build
 
 CASES = (("dnn", 20), ("vgg8", 10))
@@ -79,8 +80,8 @@ def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, de
     seconds = alternate(
         {
             "gemm": lambda: torch.mm(x, y, out=product),
-            "compose": lambda: plan.compose(a),
-            "residual_grad": lambda: plan.residual_grad(a, theta),
+            "compose": lambda: compose(plan, a),
+            "residual_grad": lambda: residual_grad(plan, a, theta, 1.0),
         },
         repeats,
         device,
@@ -93,7 +94,7 @@ def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, de
     }
     gflops = {key: operations[key] / seconds[key] / 1e9 for key in seconds}
     largest = max(math.prod(shape[2:]) * max(shape[:2]) * rank * 4 for shape, rank in factorised)
-    peak = peak_bytes(lambda: plan.residual_grad(a, theta), device)
+    peak = peak_bytes(lambda: residual_grad(plan, a, theta, 1.0), device)
     return {
         "model": name,
         "clients": clients,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def clients(population: int, rounds: int, state: str) -> dict[str, Any]:
     sample = time.perf_counter() - began
     after = resident()
     simulation.store.whole()  # as if every client had trained
-    simulation.judged = torch.arange(population)
+    simulation.recorder = replace(simulation.recorder, evaluated=torch.arange(population))
     began = time.perf_counter()
     simulation.record(0.0)
     everybody = time.perf_counter() - began

@@ -43,6 +43,22 @@ def test_gradient_equals_autograd_single_and_batched(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", small.MODELS)
+def test_a_gradient_leaves_no_trace_and_needs_no_mode(model: str) -> None:
+    objective, theta, x, y = case(model)
+    kept = theta.clone()
+    expected = [objective.gradient(*row) for row in ((theta, (x, y)), (theta[1], (x[1], y[1])))]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = [objective.gradient(*row) for row in ((theta, (x, y)), (theta[1], (x[1], y[1])))]
+        for ours, twin in zip(found, expected, strict=True):
+            assert torch.equal(ours[0], twin[0])
+            assert torch.equal(ours[1], twin[1])
+    assert torch.equal(theta, kept)
+    assert not any(tensor.requires_grad for pair in expected for tensor in (*pair, theta))
+    assert all(parameter.grad is None for parameter in objective.model.parameters())
+
+
+@pytest.mark.parametrize("model", small.MODELS)
 def test_per_sample(model: str) -> None:
     objective, theta, x, y = case(model)
     losses, correct = objective.per_sample(theta, (x, y))

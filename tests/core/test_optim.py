@@ -1,7 +1,6 @@
-"""The functional optimisers against ``torch.optim``."""
+"""The textbook rules against ``torch.optim``."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,10 +9,22 @@ from torch import Tensor, nn
 from tdpfed.core import optim
 
 LR = 0.07
+
+
+def nesterov(momentum: float) -> optim.Optimizer:
+    """The step of a point, a gradient and a velocity as a rule; it may overwrite the latter two."""
+
+    def step(a: Tensor, g: Tensor, state: optim.Moments, _: int) -> tuple[Tensor, optim.Moments]:
+        moved, velocity = optim.nesterov(a, g.clone(), state[0].clone() if state else None, LR, momentum)
+        return moved, (velocity,)
+
+    return optim.Optimizer(lambda _: (), step)
+
+
 PAIRS: dict[str, tuple[optim.Optimizer, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
     "gd": (optim.gd(LR), lambda p: torch.optim.SGD(p, lr=LR)),
-    "nesterov": (optim.nesterov(LR, 0.8), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.8, nesterov=True)),
-    "nesterov without momentum": (optim.nesterov(LR, 0.0), lambda p: torch.optim.SGD(p, lr=LR)),
+    "nesterov": (nesterov(0.8), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.8, nesterov=True)),
+    "nesterov without momentum": (nesterov(0.0), lambda p: torch.optim.SGD(p, lr=LR)),
     "adam": (optim.adam(LR), lambda p: torch.optim.Adam(p, lr=LR)),
     "adam that counts": (optim.adam(LR, counting=True), lambda p: torch.optim.Adam(p, lr=LR)),
     "adagrad": (optim.adagrad(LR), lambda p: torch.optim.Adagrad(p, lr=LR)),
@@ -37,28 +48,45 @@ def test_ten_steps_equal_torch(name: str, lead: tuple[int, ...]) -> None:
     a, state = start, ours.init(start)
     for step in range(1, 11):
         g = gradient(a)
-        before, kept = a, (a.clone(), g.clone())
-        a, state = ours.step(a, g, state, step)  # it may reuse the memory of the state, and of nothing else
-        assert torch.equal(before, kept[0])
-        assert torch.equal(g, kept[1])
+        given = (a, g, *state)
+        kept = [tensor.clone() for tensor in given]
+        a, state = ours.step(a, g, state, step)  # which changes none of its arguments
+        assert all(torch.equal(one, other) for one, other in zip(given, kept, strict=True))
         parameter.grad = gradient(parameter.detach())
         rule.step()
         torch.testing.assert_close(a, parameter.detach(), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(a, start, atol=0.1)
 
 
-def kernels_of_a_gpu(a: Tensor, g: Tensor, state: optim.State, _: int) -> tuple[Tensor, optim.State]:
-    return optim._counted_adam(a, g, state, LR, 0.9, 0.999, 1e-8)
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_a_nesterov_step_goes_where_it_is_told_to(momentum: float) -> None:
+    """Into ``out`` where that is given, also the point's own memory, and else never there."""
+    generator = torch.Generator().manual_seed(0)
+    theta, g, velocity = (torch.randn(3, 7, dtype=torch.float64, generator=generator) for _ in range(3))
+    for before in (None, velocity):
+        room, own, start = torch.empty_like(theta), theta.clone(), theta.clone()
+        ends = [
+            optim.nesterov(point, g.clone(), None if before is None else before.clone(), LR, momentum, out)
+            for point, out in ((theta, None), (theta, room), (own, own))
+        ]
+        assert torch.equal(theta, start)
+        assert ends[1][0] is room
+        assert ends[2][0] is own
+        speed = g if before is None else g + momentum * before
+        for moved, found in ends:
+            torch.testing.assert_close(found, speed, rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(moved, theta - LR * (g + momentum * speed), rtol=1e-14, atol=1e-14)
+            assert moved.data_ptr() != found.data_ptr()
 
 
-@pytest.mark.parametrize("step", [optim.adam(LR, counting=True).step, kernels_of_a_gpu], ids=["step", "gpu"])
-def test_clients_that_go_on_after_different_numbers_of_steps_equal_torch(step: Any) -> None:
+def test_clients_that_go_on_after_different_numbers_of_steps_equal_torch() -> None:
     start = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parameters = [nn.Parameter(row.clone()) for row in start]
     theirs = [torch.optim.Adam([parameter], lr=LR) for parameter in parameters]
-    a, state = start, optim.adam(LR, counting=True).init(start)
+    rule = optim.adam(LR, counting=True)
+    a, state = start, rule.init(start)
     for chosen in ([0], [0, 2], [0, 2], [0, 1, 2], [1]):
-        part, moved = step(a[chosen], gradient(a[chosen]), tuple(value[chosen] for value in state), 99)
+        part, moved = rule.step(a[chosen], gradient(a[chosen]), tuple(value[chosen] for value in state), 99)
         a, state = a.clone(), tuple(value.clone() for value in state)
         for whole, rows in zip((a, *state), (part, *moved), strict=True):
             whole[chosen] = rows
@@ -78,31 +106,18 @@ def test_names() -> None:
     }
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_proximal_steps_are_nesterovs_on_the_whole_objective(momentum: float, steps: int) -> None:
-    """Half a squared norm, whose gradient is theta itself; a gradient of one's own goes the long way."""
-    generator = torch.Generator().manual_seed(0)
-    theta, w = (torch.randn(2, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    batch = torch.zeros(2, 1), torch.zeros(2, 1)
-    take, rule = optim.proximal(0.1, 3.0, momentum, steps), optim.nesterov(0.1, momentum)
-    twin = theta.clone()
-    state: optim.State = ()
-    for count in range(1, steps + 1):
-        last = twin.square().sum(-1) / 2
-        twin, state = rule.step(twin, twin + 3.0 * (twin - w), state, count)
-    theta, loss, _ = take(lambda a, _: (a.clone(), a.square().sum(-1) / 2), theta, batch, w)
-    torch.testing.assert_close(loss, last)
-    torch.testing.assert_close(theta, twin)
+def test_towards() -> None:
+    a, b = torch.tensor([0.0, 2.0]), torch.tensor([4.0, 1.0])
+    assert optim.towards(a, b, 0.25).tolist() == [1.0, 1.75]
+    assert optim.towards(a, b, 1.0).tolist() == b.tolist()
+    assert optim.towards(a, b, 1e300).tolist() == [torch.inf, -torch.inf]
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 7), (3, 16), (2, 3, 17)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_own_copy_is_one_whose_rows_begin_at_cache_lines(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    theta = torch.randn(shape).to(dtype)
-    copy = optim.own_copy(theta)
-    assert torch.equal(copy, theta)
-    assert all(stride * copy.element_size() % optim.CACHE_LINE == 0 for stride in copy.stride()[:-1])
-    assert copy.data_ptr() % optim.CACHE_LINE == 0
-    copy += 1
-    assert not torch.equal(copy, theta)
+@pytest.mark.parametrize("value", [0.0, 1.5, -3e38])
+def test_numbers_of_float32_stay(value: float) -> None:
+    assert optim.within_float32(value) == value
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, torch.inf])
+def test_numbers_beyond_float32_are_infinite(value: float) -> None:
+    assert optim.within_float32(value) == (torch.inf if value > 0 else -torch.inf)

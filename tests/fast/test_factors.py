@@ -1,196 +1,149 @@
-"""A padded workspace gives what the plan itself does."""
+"""Factors on their way through a round: those of plain local work, whichever way they are moved."""
 
-from collections.abc import Iterator
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
+import local_work
 import small
-from tdpfed.core import optim
+from local_work import FACTOR_LR, PLANS, close, drawn, named, rules
+from tdpfed.core.local import FactorRule, Factors, Near
+from tdpfed.core.state import State
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.fast import factors as workspace
-from tdpfed.fast.factors import ALIGNED, LEAST_RANK, Turned, Workspace
-from tdpfed.fast.first_layer import Along
+from tdpfed.fast import transposed
+from tdpfed.fast.first_layer import LowRankStep
 
-SHAPES = {"conv.weight": (6, 3, 3, 3), "conv.bias": (6,), "fc.weight": (10, 13), "fc.bias": (10,), "scale": ()}
-PLAN = FactorPlan.of(SHAPES, 1.5)
+LR, LAM = 0.05, 3.0
 
 
-def drawn(*lead: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    a = torch.randn(*lead, PLAN.factors.size, generator=generator, dtype=torch.float64)
-    return a, torch.randn(*lead, PLAN.dense.size, generator=generator, dtype=torch.float64)
+def row(near: Near, k: int) -> Near:
+    return Near(near.theta[k], near.loss[k])
 
 
-@pytest.mark.parametrize("lead", [(), (4,)])
-def test_packed_and_unpacked_is_the_same(lead: tuple[int, ...]) -> None:
-    a, _ = drawn(*lead)
-    space = Workspace(PLAN, padded=True)
-    packed = space.pack(a)
-    assert packed.shape[-1] > a.shape[-1]
-    assert torch.equal(space.unpack(packed), a)
-    torch.testing.assert_close(packed.square().sum(-1), a.square().sum(-1))
+def plain_one(one: tuple[Tensor, State], rule: FactorRule) -> tuple[Tensor, FactorRule, State]:
+    return one[0], rule, one[1]
 
 
-def test_what_is_not_padded_stays_as_it_is() -> None:
-    a, theta = drawn(2)
-    space = Workspace(PLAN, padded=False)
-    assert space.pack(a) is a
-    assert space.unpack(a) is a
-    assert space.target(theta) is theta
-    assert torch.equal(space.compose(a), PLAN.compose(a))
+@pytest.mark.parametrize("order", PLANS)
+@pytest.mark.parametrize("rule", rules(), ids=named)
+def test_factors_are_the_plain_ones(order: int, rule: FactorRule) -> None:
+    """Two rounds of two local rounds each; clients may bring different numbers of steps."""
+    plan, clients = PLANS[order], 5
+    a, nears = drawn(plan, clients)
+    whole = local_work.problem("narrow", clients)
+    private = {name: value.repeat(clients, 1) for name, value in rule.start(plan.factors.size, a[0]).items()}
+    if "steps" in private:  # one client has been trained before
+        private["steps"][1], private["moment1"][1] = 7, 0.2
+    plainly = [(a[k], {name: value[k] for name, value in private.items()}) for k in range(clients)]
+    for round_ in (nears[:2], nears[2:]):
+        factors = whole.fast.factors(plan, a, rule, private)
+        singles = [one.fast.factors(plan, *plain_one(plainly[k], rule)) for k, one in enumerate(whole.each())]
+        twins = [one.plain.factors(plan, *plain_one(plainly[k], rule)) for k, one in enumerate(whole.each())]
+        for near in round_:
+            close(factors.composed, torch.stack([twin.composed for twin in twins]), 1e-8)
+            factors = factors.towards(near, LAM, 3)
+            singles = [one.towards(row(near, k), LAM, 3) for k, one in enumerate(singles)]
+            twins = [twin.towards(row(near, k), LAM, 3) for k, twin in enumerate(twins)]
+            for k, twin in enumerate(twins):
+                close(factors.value[k], twin.value, 1e-8)
+                close(singles[k].value, twin.value, 1e-8)
+                close(singles[k].composed, twin.composed, 1e-8)
+        for k, twin in enumerate(twins):
+            for found in ({name: value[k] for name, value in factors.state.items()}, singles[k].state):
+                assert found.keys() == twin.state.keys()
+                for name, value in twin.state.items():
+                    close(found[name], value, 1e-8)
+        assert not torch.allclose(factors.value, a, atol=1e-3)
+        a, private = factors.value, factors.state
+        plainly = [(twin.value, twin.state) for twin in twins]
 
 
-def test_on_a_cpu_only_ranks_are_filled_up() -> None:
-    space = Workspace(PLAN, padded=True, device="cpu")
-    assert all(rank is None or (rank % ALIGNED == 0 and rank >= LEAST_RANK) for rank in space.plan.ranks)
-    assert space.plan.dense == PLAN.dense
-    a, theta = drawn(2)
-    assert space.target(theta) is theta
-    torch.testing.assert_close(space.compose(space.pack(a)), PLAN.compose(a))
-    grad = space.unpack(space.residual_grad(space.pack(a), theta, 3.0))
-    torch.testing.assert_close(grad, PLAN.residual_grad(a, theta, 3.0))
-
-
-@pytest.fixture
-def any_matrix_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tdpfed.cp.algebra.SMALL_MATRIX", 1)
-    workspace._filled_up.cache_clear()
-    yield
-    workspace._filled_up.cache_clear()
-
-
-def flat(pieces: list[tuple[int, torch.Tensor]], packed: torch.Tensor) -> torch.Tensor:
-    gradient = torch.full_like(packed, torch.nan)
-    for begin, piece in pieces:
-        gradient[:, begin : begin + piece.shape[1]] = piece
-    return gradient
-
-
-@pytest.mark.usefixtures("any_matrix_is_large")
-@pytest.mark.parametrize("lead", [(), (3,)])
-def test_turned_factors_are_the_factors(lead: tuple[int, ...]) -> None:
-    space = Turned(PLAN, single=not lead)
-    ranks = dict(zip(PLAN.dense.names, space.plan.ranks, strict=True))
-    assert ranks["fc.weight"] == dict(zip(PLAN.dense.names, PLAN.ranks, strict=True))["fc.weight"]  # any rank will do
-    a, theta = drawn(*lead)
-    packed = space.pack(a)
-    assert packed.ndim == 2
-    assert torch.equal(space.unpack(packed), a)
-    torch.testing.assert_close(space.compose(packed), PLAN.compose(a))
-    compute, pieces = space.residual(packed, theta if lead else theta[None], 3.0)
-    compute()
-    torch.testing.assert_close(space.unpack(flat(pieces, packed)), PLAN.residual_grad(a, theta, 3.0))
-    for factor in space._factors(packed):  # what else is packed stays
-        factor.mul_(0.5)
-    compute()  # where the factors are by now
-    torch.testing.assert_close(space.unpack(flat(pieces, packed)), PLAN.residual_grad(0.5 * a, theta, 3.0))
-    torch.testing.assert_close(
-        space.unpack(space.residual_grad(packed, theta, 3.0)), PLAN.residual_grad(0.5 * a, theta, 3.0)
-    )
+def test_an_optimizer_that_continues_starts_afresh_where_nothing_was_kept() -> None:
+    plan, rule = PLANS[2], FactorRule("adam", FACTOR_LR, "run")
+    a, nears = drawn(plan, 3)
+    local = local_work.problem("narrow").fast
+    zeros = {name: value.repeat(3, 1) for name, value in rule.start(plan.factors.size, a[0]).items()}
+    ends = [local.factors(plan, a, rule, private).towards(nears[0], LAM, 3) for private in ({}, zeros)]
+    assert torch.equal(ends[0].value, ends[1].value)
+    assert ends[0].state.keys() == ends[1].state.keys() == zeros.keys()
+    assert all(torch.equal(value, ends[1].state[name]) for name, value in ends[0].state.items())
 
 
 @pytest.mark.usefixtures("any_matrix_is_large")
-@pytest.mark.parametrize(("lead", "together"), [((), 1), ((5,), 1), ((5,), 2), ((5,), 9)])
-def test_steps_in_place_are_the_steps(lead: tuple[int, ...], together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workspace, "LEAST_BLOCK", together)
-    monkeypatch.setattr(workspace, "BLOCK", 1)
-    (a, theta), rule, space = drawn(*lead), optim.adam(1e-3), Turned(PLAN, single=not lead)
-    packed, state, twin = space.pack(a), rule.init(a), a
-    assert rule.in_place is not None
-    space.move(packed, theta, None, 3.0, rule.in_place, rule.init(packed), range(1, 6))
-    for count in range(1, 6):
-        twin, state = rule.step(twin, PLAN.residual_grad(twin, theta, 3.0), state, count)
-    torch.testing.assert_close(space.unpack(packed), twin)
-    assert not torch.allclose(twin, a)
-
-
-@pytest.mark.usefixtures("any_matrix_is_large")
-@pytest.mark.parametrize(("samples", "lower"), [(1, True), (18, True), (19, False), (40, False)])
-@pytest.mark.parametrize("clients", [1, 9])
-def test_steps_to_a_target_of_low_rank_are_the_steps(
-    samples: int, lower: bool, clients: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["anchor is composed", "another anchor", "towards it twice", "composed anew"])
+def test_what_is_known_of_theta_counts_only_where_it_was_held_near_the_factors(
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as the target has less numbers so: rank 7, the samples, and what fills up a multiple of eight."""
-    found = small.watched(monkeypatch, workspace, "_stacked")
-    monkeypatch.setattr(workspace, "LEAST_BLOCK", 3)
-    monkeypatch.setattr(workspace, "BLOCK", 1)
-    plan = FactorPlan.of({"bias": (7,), "fc.weight": (40, 90)}, 4.0)
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(clients, plan.factors.size, generator=generator, dtype=torch.float64)
-    slopes = torch.randn(clients, samples, 40, generator=generator, dtype=torch.float64)
-    inputs = torch.randn(clients, samples, 90, generator=generator, dtype=torch.float64)
-    target = plan.compose(a)
-    target[:, 7:] += (slopes.mT @ inputs).flatten(1)
-    target[:, :7] += 1
+    """Where lr lam is 1 theta is the anchor plus something of low rank, which makes steps of the factors cheaper."""
+    used = small.watched(monkeypatch, transposed, "_stacked")
+    whole, rule = local_work.problem("wide"), FactorRule("adam", FACTOR_LR)
+    plan = FactorPlan.of(dict(zip(whole.objective.layout.names, whole.objective.layout.shapes, strict=True)), 6.0)
+    a, _ = drawn(plan, 3)
     ends = []
-    for along in (None, Along(7, slopes, inputs)):
-        space, rule = Turned(plan), optim.adam(1e-2)
-        packed = space.pack(a)
-        assert rule.in_place is not None
-        space.move(packed, target, along, 3.0, rule.in_place, rule.init(packed), range(1, 6))
-        ends.append(space.unpack(packed))
-    torch.testing.assert_close(*ends)
-    assert not torch.allclose(ends[0], a)
-    assert [stack is not None for stack in found] == [lower] * (1 if clients == 1 else 3)
+    for local in (whole.fast, whole.plain):
+        factors = local.factors(plan, a, rule, {})
+        anchor = whole.anchor if way == "another anchor" else factors.composed
+        if way == "composed anew":
+            assert torch.equal(factors.composed, anchor)
+        near = local.proximal(whole.theta, local.batch(0), anchor=anchor, lam=1 / LR, lr=LR, steps=3)
+        factors = factors.towards(near, LAM, 3)
+        if way == "towards it twice":
+            factors = factors.towards(near, LAM, 3)
+        ends.append((near, factors.value))
+    (found, ours), (_, twin) = ends
+    assert isinstance(found.low_rank, LowRankStep)
+    close(ours, twin, 1e-8)
+    if way != "composed anew":  # which is slower for it, and right
+        assert len(used) == (way != "another anchor")
 
 
-@pytest.mark.usefixtures("any_matrix_is_large")
-def test_in_single_precision_a_gradient_from_products_of_factors_loses_one_digit_at_most() -> None:
-    """Near its target the residual is small against the products that the gradient is the difference of."""
-    generator = torch.Generator().manual_seed(0)
-    plan = FactorPlan.of({"fc.weight": (100, 784)}, 2.0)
-    a = torch.randn(4, plan.factors.size, generator=generator, dtype=torch.float64) / 4
-    theta = plan.compose(a) + 1e-2 * torch.randn(4, plan.dense.size, generator=generator, dtype=torch.float64)
-    space, single, near = Turned(plan), a.float(), theta.float()
-    exact = plan.residual_grad(single.double(), near.double(), 12.0)
-    ours = space.unpack(space.residual_grad(space.pack(single), near, 12.0))
-    gap = near - plan.compose(single)
-    by_residual = torch.func.vjp(plan.compose, single)[1](-12.0 * gap)[0]
-    error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
-    assert 0 < error < 10 * usual
+@pytest.mark.parametrize("order", PLANS)
+@pytest.mark.parametrize("rule", rules(), ids=named)
+def test_bits_of_a_clients_factors_do_not_depend_on_the_others(order: int, rule: FactorRule) -> None:
+    plan = PLANS[order]
+    a, nears = drawn(plan, 7, torch.float32)
+    start = {name: value.repeat(7, 1) for name, value in rule.start(plan.factors.size, a[0]).items()}
+    ends: list[Factors] = []
+    for rows in (slice(7), slice(2, 5)):
+        local = local_work.problem("narrow", 7, torch.float32).only(rows).fast
+        factors = local.factors(plan, a[rows], rule, {name: value[rows] for name, value in start.items()})
+        for near in nears:
+            factors = factors.towards(Near(near.theta[rows], near.loss[rows]), LAM, 3)
+        ends.append(factors)
+    assert torch.equal(ends[0].value[2:5], ends[1].value)
+    assert torch.equal(ends[0].composed[2:5], ends[1].composed)
+    for name, value in ends[1].state.items():
+        assert torch.equal(ends[0].state[name][2:5], value)
 
 
-@pytest.mark.usefixtures("any_matrix_is_large")
-def test_in_single_precision_a_target_of_low_rank_loses_one_digit_at_most() -> None:
-    generator = torch.Generator().manual_seed(0)
-    plan = FactorPlan.of({"fc.weight": (100, 784)}, 2.0)
-    a = torch.randn(4, plan.factors.size, generator=generator) / 4
-    slopes, inputs = torch.randn(4, 20, 100, generator=generator) / 500, torch.randn(4, 20, 784, generator=generator)
-    space = Turned(plan)
-    packed = space.pack(a)
-    compute, pieces = space.residual(packed, torch.zeros(4, 78400), 12.0, Along(0, slopes, inputs))
-    start = a.double()
-    moved = 0.99 * a  # a few steps on
-    for factor in space._factors(packed):
-        factor.mul_(0.99)
-    theta = plan.compose(start) + (slopes.double().mT @ inputs.double()).flatten(1)
-    compute()
-    exact = plan.residual_grad(moved.double(), theta, 12.0)
-    gap = theta.float() - plan.compose(moved)
-    by_residual = torch.func.vjp(plan.compose, moved)[1](-12.0 * gap)[0]
-    ours = space.unpack(flat(pieces, packed))
-    error, usual = ((found.double() - exact).norm() / exact.norm() for found in (ours, by_residual))
-    assert 0 < error < 10 * usual
+@pytest.mark.parametrize(
+    ("optimizer", "alternating", "moved"),
+    [("adam", False, True), ("adam", True, False), ("gd", False, False), ("als", False, False)],
+)
+@pytest.mark.parametrize("restart", ["round", "run"])
+def test_factors_that_have_moved_on_say_so(
+    optimizer: Any, alternating: bool, moved: bool, restart: Literal["round", "run"]
+) -> None:
+    """Where steps are taken in their memory; elsewhere they stay as they were."""
+    continues = restart if optimizer != "als" and not alternating else "round"
+    plan, rule = PLANS[2], FactorRule(optimizer, FACTOR_LR, continues, alternating)
+    a, nears = drawn(plan, 3)
+    private = {name: value.repeat(3, 1) for name, value in rule.start(plan.factors.size, a[0]).items()}
+    first = local_work.problem("narrow").fast.factors(plan, a, rule, private)
+    value, composed = first.value, first.composed
+    latest = first.towards(nears[0], LAM, 2)
 
+    def towards(factors: Factors) -> Factors:
+        return factors.towards(nears[1], LAM, 2)
 
-def test_ranks_are_multiples() -> None:
-    plan = Workspace(PLAN, padded=True).plan
-    assert all(rank is None or rank % ALIGNED == 0 for rank in plan.ranks)
-    assert [rank is None for rank in plan.ranks] == [rank is None for rank in PLAN.ranks]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("rule", ["adam", "gd", "adagrad", "rmsprop"])
-def test_steps_in_the_workspace_are_the_plans(rule: str, device: str) -> None:
-    a, theta = drawn(3)
-    ends = []
-    for space in (Workspace(PLAN, padded=False), Workspace(PLAN, padded=True, device=device)):
-        packed, target, step = space.pack(a), space.target(theta), optim.BY_NAME[rule](1e-3)
-        state = step.init(packed)
-        for count in range(1, 6):
-            packed, state = step.step(packed, space.residual_grad(packed, target, 3.0), state, count)
-        ends.append((space.unpack(packed), space.compose(packed)))
-    for ours, twin in zip(*ends, strict=True):
-        torch.testing.assert_close(ours, twin)
-    assert not torch.allclose(ends[0][0], a)
+    if moved:
+        for use in (lambda: first.value, lambda: first.composed, lambda: first.state, lambda: towards(first)):
+            with pytest.raises(RuntimeError, match="these have moved on; use what `towards` returned"):
+                use()
+    else:
+        assert torch.equal(first.value, value)
+        assert torch.equal(first.composed, composed)
+        assert torch.equal(towards(first).value, towards(first).value)
+    assert not torch.equal(latest.value, value)

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 import small
+from local_work import unchanged
 from tdpfed import FedAvg, Federation, PFedMe, TDPFed
-from tdpfed.core import optim
+from tdpfed.core.local import FactorRule
 from tdpfed.core.objective import Objective
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.fast import factors as workspace
-from tdpfed.fast.factors import Workspace
-from tdpfed.fast.recorded_gradient import Replayed
+from tdpfed.fast import factors, transposed
+from tdpfed.fast.first_layer import LowRankStep
+from tdpfed.fast.gradient import RecordedGradient
+from tdpfed.fast.padded import Workspace
 
 CLIENTS, BATCH, WIDE = 4, 3, 30
 
@@ -86,7 +89,8 @@ def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None
     for _ in range(4):
         g, last = gradient(expected, x, y)
         expected = expected + pull * (w - expected) - 0.1 * g
-    found, loss, _ = Replayed(gradient).steps(theta.clone(), x, y, w, pull, 0.1, 4)
+    with unchanged(theta, w):
+        found, loss, _ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 
@@ -96,9 +100,10 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
     pull: float, known: bool
 ) -> None:
     objective, theta, w, x, y = problem(Model(plain))
-    found, _, along = Replayed(vmap(grad_and_value(objective.value))).steps(theta, x, y, w, pull, 0.1, 4)
-    assert (along is not None) == known
-    if along is not None:
+    found, _, along = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
+    assert isinstance(along, LowRankStep) == known
+    if isinstance(along, LowRankStep):
+        assert along.anchor() is w
         rows = slice(along.begin, along.begin + 5 * WIDE)
         moved = (along.slopes.mT @ along.inputs).flatten(1)
         torch.testing.assert_close(found[:, rows], w[:, rows] + moved, rtol=1e-11, atol=1e-12)
@@ -108,11 +113,10 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
 def test_with_momentum_a_start_is_forgotten_after_many_steps() -> None:
     objective, theta, w, x, y = problem(Model(plain))
     for count, known in ((3, False), (80, True)):
-        taken = objective.gradient.steps_with_momentum(theta.clone(), (x, y), 0.1, w, 8.0, 0.5, count)
-        assert taken is not None
-        found, _, along = taken
-        assert (along is not None) == known
-    assert along is not None
+        found, _, along = RecordedGradient(objective).proximal(theta, (x, y), w, 8.0, 0.1, 0.5, count)
+        assert isinstance(along, LowRankStep) == known
+    assert isinstance(along, LowRankStep)
+    assert along.anchor() is w
     rows = slice(along.begin, along.begin + 5 * WIDE)
     moved = (along.slopes.mT @ along.inputs).flatten(1)
     torch.testing.assert_close(found[:, rows], w[:, rows] + moved, rtol=1e-11, atol=1e-12)
@@ -126,35 +130,34 @@ def test_several_steps_with_momentum_are_the_steps(name: str, momentum: float, b
     way, skipped = WAYS[name]
     objective, theta, w, x, y = problem(Model(way, bias))
     gradient = vmap(grad_and_value(objective.value))
-    expected, rule = theta.clone(), optim.nesterov(0.1, momentum)
-    state = rule.init(expected)
-    for count in range(1, 6):
+    expected, velocity = theta, torch.zeros_like(theta)
+    for _ in range(5):
         g, last = gradient(expected, x, y)
-        expected, state = rule.step(expected, g + 2.0 * (expected - w), state, count)
-    given = theta.clone()
-    found = objective.gradient.steps_with_momentum(given, (x, y), 0.1, w, 2.0, momentum, 5)
-    assert (found is not None) == skipped
-    if found is None:
-        assert torch.equal(given, theta)
-        found = optim.proximal(0.1, 2.0, momentum, 5)(objective.gradient, given, (x, y), w)
-    torch.testing.assert_close(found[0], expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(found[1], last, rtol=1e-11, atol=1e-12)
+        g = g + 2.0 * (expected - w)
+        velocity = momentum * velocity + g
+        expected = expected - 0.1 * (g + momentum * velocity)
+    recorded = RecordedGradient(objective)
+    assert recorded.skips_first_layer(theta, (x, y)) == skipped
+    with unchanged(theta, w):
+        found, loss, _ = recorded.proximal(theta, (x, y), w, 2.0, 0.1, momentum, 5)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_the_first_layer_is_skipped_only_where_its_inputs_are_the_data_and_nothing_else_sees_it(name: str) -> None:
     way, skipped = WAYS[name]
     objective, theta, _, x, y = problem(Model(way))
-    assert objective.gradient.skips_first_layer(theta, (x, y)) == skipped
+    assert RecordedGradient(objective).skips_first_layer(theta, (x, y)) == skipped
 
 
 def test_few_inputs_and_convolutions_are_not_skipped() -> None:
     objective, theta, _, x, y = problem(Model(plain))
     many = torch.cat([x, x], 1), torch.cat([y, y], 1)
-    assert not objective.gradient.skips_first_layer(theta, many)
+    assert not RecordedGradient(objective).skips_first_layer(theta, many)
     conv = Objective.of(small.convnet())
     images = torch.randn(3, 2, *small.SHAPE), torch.zeros(3, 2, dtype=torch.int64)
-    assert not conv.gradient.skips_first_layer(conv.initial().repeat(3, 1), images)
+    assert not RecordedGradient(conv).skips_first_layer(conv.initial().repeat(3, 1), images)
 
 
 def wide_run(algorithm: FedAvg | PFedMe | TDPFed, dtype: torch.dtype = torch.float32, **options: object) -> Simulation:
@@ -208,7 +211,7 @@ def test_a_start_that_is_forgotten_makes_factor_steps_cheaper(
     lam: float, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where eta_p lam is 1 theta is the anchor and something along the data."""
-    found = small.watched(monkeypatch, workspace, "_stacked")
+    found = small.watched(monkeypatch, transposed, "_stacked")
     wide_run(TDPFed(**COMMON, momentum=0.0, lam=lam))
     assert bool(found) == used
     assert all(stack is not None for stack in found)
@@ -217,24 +220,25 @@ def test_a_start_that_is_forgotten_makes_factor_steps_cheaper(
 @pytest.mark.parametrize("algorithm", [TDPFed(**COMMON), TDPFed(**COMMON, momentum=0.0, lam=50.0)])
 def test_blocks_of_clients_change_no_bit(algorithm: TDPFed, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = wide_run(algorithm)
-    monkeypatch.setattr(workspace, "BLOCK", 1)  # blocks of four clients or a few more
+    monkeypatch.setattr(transposed, "VALUES_PER_BLOCK", 1)  # blocks of four clients or a few more
     for chunk in (None, 9, 14):
         assert small.equal(whole, wide_run(algorithm, chunk=chunk)), chunk
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_turned_factors_move_as_plain_ones(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_factors_move_as_plain_ones(momentum: float, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = TDPFed(**COMMON, momentum=momentum)
-    turned = wide_run(algorithm, torch.float64)
+    packed = wide_run(algorithm, torch.float64)
     made: list[Workspace] = []
 
-    def plainly(self: TDPFed, _: Tensor) -> Workspace:
-        made.append(Workspace(self.plan, padded=False))
+    def plainly(plan: FactorPlan, _: Tensor, rule: FactorRule) -> Workspace:
+        assert rule.optimizer == "adam"
+        made.append(Workspace(plan, padded=False))
         return made[-1]
 
-    monkeypatch.setattr(TDPFed, "_workspace", plainly)
+    monkeypatch.setattr(factors, "_workspace", plainly)
     for runner in ("batched", "loop"):
-        small.assert_close(turned, wide_run(algorithm, torch.float64, runner=runner), 1e-6)
+        small.assert_close(packed, wide_run(algorithm, torch.float64, runner=runner), 1e-6)
     assert made
 
 

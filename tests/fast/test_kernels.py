@@ -32,7 +32,7 @@ def test_khatri_rao_is_the_column_wise_product() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_gradient_in_float32_is_that_of_the_cpu_in_float64(padded: bool) -> None:
     from tdpfed.cp.plan import FactorPlan
-    from tdpfed.fast.factors import Workspace
+    from tdpfed.fast.padded import Workspace
     from tdpfed.models import build
 
     plan = FactorPlan.of(build("vgg8", seed=0), 2.0)

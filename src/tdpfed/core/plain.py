@@ -67,8 +67,8 @@ class PlainLocal(LocalWork):
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Begin to move factors."""
-        moments = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else None
-        return PlainFactors(plan, a, rule, moments)
+        kept = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else ()
+        return PlainFactors(plan, a, rule, kept or None)
 
 
 @dataclass(frozen=True)

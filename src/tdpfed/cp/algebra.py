@@ -155,7 +155,8 @@ def walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tu
         yield side.start, partial
         return
     first, rest = side.start, side[1:]
-    partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
+    size = factors[first].shape[-2]
+    partial = partial.reshape(*partial.shape[:-2], size, partial.shape[-2] // size, partial.shape[-1])
     yield first, contract(partial, khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2)
     yield from walk(contract(partial, factors[first].unsqueeze(-2), -3), factors, rest)
 

@@ -174,7 +174,8 @@ def _walk(
         yield side.start, partial
         return
     first, rest = side.start, side[1:]
-    partial = partial.reshape(*partial.shape[:-2], factors[first].shape[-2], -1, partial.shape[-1])
+    size = factors[first].shape[-2]
+    partial = partial.reshape(*partial.shape[:-2], size, partial.shape[-2] // size, partial.shape[-1])
     yield first, _contract(partial, _khatri_rao(factors[rest.start : rest.stop]).unsqueeze(-3), -2, out[first])
     last = None if len(rest) > 1 else out[rest.start]
     yield from _walk(_contract(partial, factors[first].unsqueeze(-2), -3, last), factors, rest, out)

@@ -1,5 +1,7 @@
 """Factors of many clients on their way through a round: packed once, moved where they lie, unpacked at the end."""
 
+from weakref import ref
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,10 @@ from tdpfed.fast.transposed import Transposed
 class FastFactors(Factors):
     """Factors ``(K, Q)`` in a workspace; steps may overwrite them, and then the older handle says so."""
 
-    def __init__(
-        self, space: Workspace, a: Tensor, rule: FactorRule, moments: Moments | None, like: State, taken: int = 0
-    ) -> None:
-        self._space, self._rule, self._moments, self._like, self._taken = space, rule, moments, like, taken
+    def __init__(self, space: Workspace, a: Tensor, rule: FactorRule, moments: Moments | None, taken: int = 0) -> None:
+        self._space, self._rule, self._moments, self._taken = space, rule, moments, taken
         self._packed: Tensor | None = a
+        self._composed: ref[Tensor] | None = None
 
     @classmethod
     def start(cls, plan: FactorPlan, a: Tensor, rule: FactorRule, private: State) -> "FastFactors":
@@ -33,7 +34,7 @@ class FastFactors(Factors):
             value.reshape(*packed.shape[:-1], 1).clone() if name == "steps" else space.pack(value).clone()
             for name, value in kept.items()
         )
-        return cls(space, packed, rule, moments if kept else None, kept)
+        return cls(space, packed, rule, moments or None)
 
     @property
     def _a(self) -> Tensor:
@@ -49,14 +50,18 @@ class FastFactors(Factors):
     @property
     def composed(self) -> Tensor:
         """The parameters that the factors compose to."""
-        return self._space.compose(self._a)
+        composed = self._space.compose(self._a)
+        self._composed = ref(composed)
+        return composed
 
     @property
     def state(self) -> State:
         """What a client keeps of the optimizer."""
+        _ = self._a  # refuse where these have moved on: the moments have too
+        moments = self._moments if self._rule.restart == "run" else None
         return {
-            name: moment.reshape(like.shape) if name == "steps" else self._space.unpack(moment)
-            for (name, like), moment in zip(self._like.items(), self._moments or (), strict=False)
+            name: moment.clone() if name == "steps" else self._space.unpack(moment)
+            for name, moment in zip(KEPT, moments or (), strict=False)
         }
 
     def towards(self, near: Near, lam: float, steps: int) -> "FastFactors":
@@ -64,7 +69,7 @@ class FastFactors(Factors):
         a, rule, space = self._a, self._rule, self._space
         if rule.optimizer == "als":
             moved = space.plan.refine(a, near.theta, sweeps=1, damping=rule.damping)
-            return FastFactors(space, moved, rule, None, self._like)
+            return FastFactors(space, moved, rule, None)
         optimizer = optim.adam(rule.lr, counting=rule.restart == "run") if rule.optimizer == "adam" else rule.make()
         fresh = self._moments is None or rule.restart == "local-round"
         moments = optimizer.init(a) if fresh or self._moments is None else self._moments
@@ -72,11 +77,13 @@ class FastFactors(Factors):
         counts, target = range(taken + 1, taken + steps + 1), space.target(near.theta)
         if isinstance(space, Transposed) and isinstance(optimizer, optim.FastOptimizer):
             known = near.low_rank if isinstance(near.low_rank, LowRankStep) else None
+            if known is not None and known.anchor is not self._composed:  # it says nothing of theta - compose(a)
+                known = None
             space.move(a, target, known, lam, optimizer.in_place, moments, counts)
             self._packed = None
         else:
             a, moments = self._stepped(a, target, lam, optimizer, moments, counts)
-        return FastFactors(space, a, rule, moments, self._like, taken + steps)
+        return FastFactors(space, a, rule, moments, taken + steps)
 
     def _stepped(
         self,

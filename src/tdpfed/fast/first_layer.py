@@ -11,6 +11,7 @@ import copy
 import math
 import operator
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -44,6 +45,7 @@ class LowRankStep(NamedTuple):
     begin: int  # of the weights in theta
     slopes: Tensor  # (K, samples, outputs)
     inputs: Tensor  # (K, samples, inputs)
+    anchor: "ref[Tensor]"  # V, as long as somebody else keeps it
 
 
 class FirstLayer(NamedTuple):
@@ -71,7 +73,7 @@ class FirstLayer(NamedTuple):
         slopes.mul_(-lr)
         new = torch.lerp(weights, anchor, within_float32(1 - kept), out=self._weights(moved))
         new.baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(kept, slopes, inputs))
+        return Near(moved, loss, self._low_rank(kept, slopes, inputs, w))
 
     def steps_with_momentum(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
@@ -98,11 +100,11 @@ class FirstLayer(NamedTuple):
             if step < count - 1:
                 z = torch.lerp(start, aim, share).baddbmm_(gram, slopes)
         torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs))
+        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w))
 
-    def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor) -> LowRankStep | None:
+    def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor, w: Tensor) -> LowRankStep | None:
         lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps
-        return LowRankStep(self.begin, slopes, inputs) if lost_in_rounding else None
+        return LowRankStep(self.begin, slopes, inputs, ref(w)) if lost_in_rounding else None
 
     def _with_others_of(self, theta: Tensor) -> Tensor:
         """Return new memory that holds all of theta but the first layer's weights, which are written at the end."""

@@ -95,7 +95,7 @@ class Transposed(Workspace):
         blocks = max(1, len(a) // max(CLIENTS_PER_BLOCK, VALUES_PER_BLOCK // a.shape[1]))
         given = (a, target, *state) if low_rank is None else (a, target, *state, low_rank.slopes, low_rank.inputs)
         for own, near, *others in zip(*(tensor.tensor_split(blocks) for tensor in given), strict=True):
-            beside = None if low_rank is None else LowRankStep(low_rank.begin, *others[-2:])
+            beside = None if low_rank is None else low_rank._replace(slopes=others[-2], inputs=others[-1])
             gradient, pieces = self.residual(own, near, scale, beside)
             step = rule(own, pieces, tuple(others[: len(state)]))
             for count in counts:

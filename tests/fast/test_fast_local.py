@@ -1,0 +1,192 @@
+"""Fast local work is the plain one: the same numbers up to rounding, and as little changed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import local_work
+from local_work import FACTOR_LR, PLANS, close, drawn, named, unchanged
+from tdpfed.core.local import FactorRule, Factors, LocalWork
+from tdpfed.core.state import State
+from tdpfed.cp.plan import FactorPlan
+
+LR, LAM = 0.05, 3.0
+FEW_RULES = [
+    FactorRule("adam", FACTOR_LR), FactorRule("adam", FACTOR_LR, "run"), FactorRule("rmsprop", FACTOR_LR, "run"),
+    FactorRule("adagrad", FACTOR_LR, alternating=True), FactorRule("als", FACTOR_LR),
+]  # fmt: skip
+
+
+def is_skipped(model: str) -> bool:
+    """Whether several steps on a minibatch skip the first layer's weights."""
+    whole = local_work.problem(model)
+    return whole.fast._gradient.skips_first_layer(whole.theta, whole.batches[0])
+
+
+def test_the_models_are_the_different_cases() -> None:
+    assert [model for model in local_work.MODELS if is_skipped(model)] == ["wide"]
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+def test_a_gradient_is_the_plain_one(model: str) -> None:
+    whole = local_work.problem(model)
+    together = whole.fast.gradient(whole.theta, whole.batches[0])
+    for k, one in enumerate(whole.each()):
+        expected = one.plain.gradient(one.theta, one.batches[0])
+        alone = one.fast.gradient(one.theta, one.batches[0])
+        for rows, ours, twin in zip(together, alone, expected, strict=True):
+            close(rows[k], twin)
+            close(ours, twin)
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("anchor", [None, "own", "shared"])
+@pytest.mark.parametrize(("steps", "first"), [(None, 0), (1, 0), (3, 2), (None, 1)])
+def test_a_descent_is_the_plain_one(model: str, anchor: str | None, steps: int | None, first: int) -> None:
+    whole = local_work.problem(model)
+    anchors = {None: None, "own": whole.anchor, "shared": whole.anchor[0].expand_as(whole.anchor)}[anchor]
+    options: dict[str, Any] = {"lr": LR, "steps": steps, "first": first, "lam": LAM}
+    together = whole.fast.descend(whole.theta, **options, anchor=anchors)
+    for k, one in enumerate(whole.each()):
+        own = None if anchors is None else anchors[k]
+        expected = one.plain.descend(one.theta, **options, anchor=own)
+        alone = one.fast.descend(one.theta, **options, anchor=own)
+        for rows, ours, twin in zip(together, alone, expected, strict=True):
+            close(rows[k], twin)
+            close(ours, twin)
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("lam", [0.0, LAM, 1 / LR])
+def test_proximal_steps_are_the_plain_ones(model: str, momentum: float, steps: int, lam: float) -> None:
+    whole = local_work.problem(model)
+    options: dict[str, Any] = {"lam": lam, "lr": LR, "momentum": momentum, "steps": steps}
+    for anchor in (whole.anchor, whole.anchor[1].expand_as(whole.anchor)):
+        together = whole.fast.proximal(whole.theta, whole.batches[1], anchor=anchor, **options)
+        for k, one in enumerate(whole.each()):
+            expected = one.plain.proximal(one.theta, one.batches[1], anchor=anchor[k], **options)
+            alone = one.fast.proximal(one.theta, one.batches[1], anchor=anchor[k], **options)
+            for rows, ours, twin in zip(together[:2], alone[:2], expected[:2], strict=True):
+                close(rows[k], twin)
+                close(ours, twin)
+
+
+def model_plan(whole: local_work.Problem) -> FactorPlan:
+    layout = whole.objective.layout
+    return FactorPlan.of(dict(zip(layout.names, layout.shapes, strict=True)), 1.5)
+
+
+def rounds(
+    local: LocalWork, plan: FactorPlan, a: Tensor, theta: Tensor, rule: FactorRule, private: State, momentum: float
+) -> tuple[Tensor, Factors]:
+    """LocalWork rounds as TDPFed takes them."""
+    factors = local.factors(plan, a, rule, private)
+    for batch in local.batches():
+        near = local.proximal(theta, batch, anchor=factors.composed, lam=LAM, lr=LR, momentum=momentum, steps=3)
+        theta, factors = near.theta, factors.towards(near, LAM, 3)
+    return theta, factors
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("rule", FEW_RULES, ids=named)
+@pytest.mark.parametrize("shared", [True, False])
+def test_neither_arguments_nor_earlier_results_change(
+    model: str, momentum: float, rule: FactorRule, shared: bool
+) -> None:
+    """Tensors of their own, and expanded ones, whose rows are the same memory."""
+    whole = local_work.problem(model)
+    plan, local = model_plan(whole), whole.fast
+    a, _ = drawn(plan, 3)
+    theta, anchor, message = (
+        value[0].expand_as(value) if shared else value for value in (whole.theta, whole.anchor, a)
+    )
+    start = rule.start(plan.factors.size, a[0])
+    private = {name: value.expand(3, -1) if shared else value.repeat(3, 1) for name, value in start.items()}
+    data = [tensor for batch in whole.batches for tensor in batch]
+    with unchanged(theta, anchor, message, *private.values(), *data) as kept:
+        kept.keep(*local.gradient(theta, local.batch(0)), *local.descend(theta, lr=LR))
+        kept.keep(*local.descend(theta, lr=LR, anchor=anchor, lam=LAM))
+        factors = local.factors(plan, message, rule, private)
+        for batch in local.batches():
+            kept.keep(composed := factors.composed, factors.value, *factors.state.values())
+            for steps in (1, 3):
+                near = local.proximal(theta, batch, anchor=composed, lam=LAM, lr=LR, momentum=momentum, steps=steps)
+                kept.keep(near.theta, near.loss)
+            theta, factors = near.theta, factors.towards(near, LAM, 3)
+        kept.keep(factors.value, *factors.state.values())
+        kept.keep(*local.descend(theta, lr=LR), *local.gradient(theta, local.batch(0)))
+
+
+@pytest.mark.parametrize("model", ["wide", "conv"])
+def test_one_client_without_an_axis_changes_nothing_either(model: str) -> None:
+    one = local_work.problem(model).only(0)
+    plan, local = model_plan(one), one.fast
+    a, rule = drawn(plan, 1)[0][0], FactorRule("adam", FACTOR_LR, "run")
+    private = rule.start(plan.factors.size, a)
+    with unchanged(one.theta, one.anchor, a, *private.values()) as kept:
+        kept.keep(*local.descend(one.theta, lr=LR, anchor=one.anchor, lam=LAM), *local.descend(one.theta, lr=LR))
+        for momentum in (0.0, 0.6):
+            theta, factors = rounds(local, plan, a, one.theta, rule, private, momentum)
+            kept.keep(theta, factors.value, *factors.state.values())
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("rule", [FactorRule("adam", FACTOR_LR), FactorRule("rmsprop", FACTOR_LR, "run")], ids=named)
+def test_local_rounds_are_the_plain_ones(model: str, momentum: float, rule: FactorRule) -> None:
+    whole = local_work.problem(model)
+    plan = model_plan(whole)
+    a, _ = drawn(plan, 3)
+    private = {name: value.repeat(3, 1) for name, value in rule.start(plan.factors.size, a[0]).items()}
+    theta, factors = rounds(whole.fast, plan, a, whole.theta, rule, private, momentum)
+    for k, one in enumerate(whole.each()):
+        own = {name: value[k] for name, value in private.items()}
+        twin, expected = rounds(one.plain, plan, a[k], one.theta, rule, own, momentum)
+        close(theta[k], twin, 1e-7)
+        close(factors.value[k], expected.value, 1e-7)
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+def test_a_clients_bits_do_not_depend_on_the_others(model: str) -> None:
+    """Three clients or seven: as few as the engine computes together, and more."""
+    many = local_work.problem(model, 7, torch.float32)
+    few = many.only(slice(2, 5))
+    for momentum in (0.0, 0.6):
+        for steps in (1, 4):
+            ends = [
+                one.fast.proximal(
+                    one.theta, one.batches[0], anchor=one.anchor, lam=LAM, lr=LR, momentum=momentum, steps=steps
+                )
+                for one in (many, few)
+            ]
+            assert torch.equal(ends[0].theta[2:5], ends[1].theta)
+            assert torch.equal(ends[0].loss[2:5], ends[1].loss)
+    for anchored in (False, True):
+        found = [
+            one.fast.descend(one.theta, lr=LR, anchor=one.anchor if anchored else None, lam=LAM) for one in (many, few)
+        ]
+        assert torch.equal(found[0][0][2:5], found[1][0])
+        assert torch.equal(found[0][1][2:5], found[1][1])
+    gradients = [one.fast.gradient(one.theta, one.batches[0])[0] for one in (many, few)]
+    assert torch.equal(gradients[0][2:5], gradients[1])
+
+
+def test_what_a_method_asks_for_is_noted() -> None:
+    whole = local_work.problem("narrow")
+    seen: set[str] = set()
+    local = whole.fast
+    local._used = seen
+    local.gradient(whole.theta, whole.batches[0])
+    assert seen == {"gradient"}
+    local.descend(whole.theta, lr=LR)
+    options: dict[str, Any] = {"anchor": whole.anchor, "lam": LAM, "lr": LR}
+    local.proximal(whole.theta, whole.batches[0], **options)
+    assert seen == {"gradient", "descend", "proximal"}
+    local.proximal(whole.theta, whole.batches[0], **options, steps=2)
+    local.factors(PLANS[2], drawn(PLANS[2], 3)[0], FactorRule("gd", FACTOR_LR), {})
+    assert seen == {"gradient", "descend", "proximal", "plain steps", "factors"}
