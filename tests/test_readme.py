@@ -101,5 +101,5 @@ def test_threads_follow_the_size_of_the_work(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert experiment.threads(load_config("digits"), simulation) == 1
     assert experiment.threads(load_config("digits", ["run.threads=3"]), simulation) == 3
-    monkeypatch.setattr(experiment, "SMALL", 0)
+    monkeypatch.setattr("tdpfed.core.threads.ONE_THREAD_PARAMETERS", 0)
     assert experiment.threads(load_config("digits"), simulation) == 7

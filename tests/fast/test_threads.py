@@ -32,7 +32,7 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 0)
+    monkeypatch.setattr("tdpfed.engine.runners.ONE_THREAD_PARAMETERS", 0)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -125,7 +125,7 @@ def test_threads_follow_inference_mode() -> None:
 
 
 def test_few_parameters_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 10**9)
+    monkeypatch.setattr("tdpfed.engine.runners.ONE_THREAD_PARAMETERS", 10**9)
     torch.set_num_threads(4)
     assert trained("fedavg", "dense", 4).runner.lanes(CLIENTS) == (1, 1)
 
@@ -243,7 +243,7 @@ def test_between_groups_one_thread_computes_where_there_is_little_to_do(monkeypa
         assert torch.get_num_threads() == 1
         assert runner.lanes(CLIENTS) == (2, 1)  # as many as there are
     assert torch.get_num_threads() == runner.groups.threads == 2
-    monkeypatch.setattr("tdpfed.engine.runners.LITTLE", 0)
+    monkeypatch.setattr("tdpfed.engine.runners.QUIET_PARAMETERS", 0)
     with runner.around_groups(CLIENTS):
         assert torch.get_num_threads() == 2
 

@@ -8,7 +8,7 @@ the same lines compute K clients at once. No function changes its arguments. Loc
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform
 
 import torch
@@ -21,11 +21,21 @@ from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
 
-hyper: Callable[..., Any] = setting
-"""Declare a hyper-parameter: ``hyper(default, meaning, above=, least=, most=, below=)``."""
-
 Update = tuple[State, State, State]
 """What a client's round gives: its new private state, its upload, and metrics (``loss`` at least)."""
+
+
+def hyper(
+    default: Any = MISSING,
+    doc: str = "",
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare a hyper-parameter: its default (without one it must be given), its meaning, and its range."""
+    return setting(default, doc, above=above, least=least, most=most, below=below)
 
 
 class Average(Protocol):
