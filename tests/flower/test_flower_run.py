@@ -551,7 +551,7 @@ def test_a_client_that_diverges_says_so(tmp_path: Path, caplog: pytest.LogCaptur
     case.settings |= {"algorithm.eta": 1e38, "participation.attempts": 1}
     with pytest.raises(QuorumError):
         case.run()
-    assert "not finite; lower the learning rates (eta=1e+38)" in caplog.text
+    assert "not finite, the run diverges; lower the learning rates (eta=1e+38)" in caplog.text
 
 
 def test_configurations_of_both_kinds_are_the_same(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ class Demo:
 
     @property
     def same(self) -> str:
-        """The command that is the same experiment in simulation."""
-        told = [part for setting in self.settings if not _own_key(setting) for part in ("--set", setting)]
-        return shlex.join(["tdpfed", "run", "digits", *told])
+        """The command that is the same experiment in simulation, with the arithmetic of nodes: client after client."""
+        settings = [*(setting for setting in self.settings if not _own_key(setting)), "run.runner=loop"]
+        return shlex.join(["tdpfed", "run", "digits", *(part for text in settings for part in ("--set", text))])
 
     @property
     def run(self) -> Path:
