@@ -215,10 +215,10 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
         with Image.open(folder / f"{stem}.png") as image:
-            colours = image.convert("RGB").getcolors(1 << 24)
+            colors = image.convert("RGB").getcolors(1 << 24)
             assert min(image.size) > 300
-            assert colours is not None
-            assert len(colours) > 20
+            assert colors is not None
+            assert len(colors) > 20
         svg = ET.parse(folder / f"{stem}.svg").getroot()
         assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 10
         assert "mathdefault" not in "".join(svg.itertext())

@@ -3,19 +3,19 @@
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
-const ACCURACY = { personalized_accuracy: "Personalised", local_accuracy: "Local", global_accuracy: "Global" };
-const LOSS = { loss: "Training", personalized_loss: "Personalised", global_loss: "Global" };
+const ACCURACY = { personalized_accuracy: "Personalized", local_accuracy: "Local", global_accuracy: "Global" };
+const LOSS = { loss: "Training", personalized_loss: "Personalized", global_loss: "Global" };
 const X = { round: "Rounds", mb: "Uploaded MB", seconds: "Seconds" };
 const X_TITLES = { round: "communication round", mb: "uploaded megabytes, all clients together", seconds: "seconds" };
-const LOSS_TITLES = { loss: "training loss", personalized_loss: "held-out loss, personalised", global_loss: "held-out loss, global" };
+const LOSS_TITLES = { loss: "training loss", personalized_loss: "held-out loss, personalized", global_loss: "held-out loss, global" };
 const QUANTITIES = {
   gradient_norm: "squared gradient norm in the factors (Theorem 1a)",
-  distance: "squared distance, personalised to global (Theorem 1b)",
+  distance: "squared distance, personalized to global (Theorem 1b)",
   diversity: "diversity of the clients' gradients (Lemma 2)",
   drift: "drift of the gradients along local rounds (Lemma 4)",
 };
 
-/* Colour, marker and, from the eighth group on, dash: no two groups differ by colour alone. */
+/* Color, marker and, from the eighth group on, dash: no two groups differ by color alone. */
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "pentagon"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const SHAPES = {
@@ -140,7 +140,7 @@ function drawClients(node, shown) {
   node.style.height = `${70 + 44 * shown.length}px`;
   const ticks = { tickvals: shown.map(String), ticktext: shown.map((i) => plain(short(DATA.groups[i].label, most))) };
   const rows = { type: "category", showgrid: false, categoryorder: "array", categoryarray: [...shown].reverse().map(String), ...ticks };
-  plot(node, traces, layoutOf("personalised accuracy, %", "", { yaxis: rows }), "Accuracy of each client");
+  plot(node, traces, layoutOf("personalized accuracy, %", "", { yaxis: rows }), "Accuracy of each client");
 }
 
 function drawSeries(node, shown, field, yTitle, yaxis) {

@@ -26,10 +26,10 @@ from tdpfed.runs.grid import Cell, CellResult
 
 CAPTION = (
     "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
-    "from it, the means differ by no more than both deviations together. Personalised: each client's own model after "
+    "from it, the means differ by no more than both deviations together. Personalized: each client's own model after "
     "its last training (in methods without one the global model, trained further by the client). Global: the server's "
     "model. Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
-    "uploaded MB until the personalised accuracy was first found at the target, - where a run never was."
+    "uploaded MB until the personalized accuracy was first found at the target, - where a run never was."
 )
 OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
 """Keys that have an option of their own."""

@@ -132,7 +132,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         seeds = [tuple(run.setting(key) for key in SEEDS) for run in group.runs]
         if run_twice := [run.name for run, seed in zip(group.runs, seeds, strict=True) if seeds.count(seed) > 1]:
             notes.append(f"{', '.join(run_twice)}: same configuration and same seed, counted as separate runs")
-    return _labelled(found), notes
+    return _labeled(found), notes
 
 
 def rivals_of(group: Group, groups: Sequence[Group]) -> list[Group]:
@@ -158,18 +158,18 @@ def _frozen(value: Any) -> Any:
     return type(value).__name__, str(value)
 
 
-def _labelled(groups: Sequence[Group]) -> list[Group]:
+def _labeled(groups: Sequence[Group]) -> list[Group]:
     """Name each group by its method and, among several of one method, by the settings that tell them apart."""
-    labelled: list[Group] = []
+    labeled: list[Group] = []
     for group in groups:
         rivals = [one for one in groups if (one.dataset, one.algorithm) == (group.dataset, group.algorithm)]
         words = _words(flat(group.runs[0].config), [flat(one.runs[0].config) for one in rivals])
         label = ", ".join([group.algorithm, *words])
-        labelled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
-    names = [(group.dataset, group.label) for group in labelled]
+        labeled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
+    names = [(group.dataset, group.label) for group in labeled]
     return [
         replace(group, label=f"{group.label} ({group.runs[0].name})") if names.count(name) > 1 else group
-        for group, name in zip(labelled, names, strict=True)
+        for group, name in zip(labeled, names, strict=True)
     ]
 
 

@@ -178,7 +178,7 @@ function results() {
   const goal = el("input", { type: "number", id: "target", min: 0, max: 100, step: "any", onchange: (event) => { choose("target", event.target.value); redraw(); } });
   const body = el("div"), kind = el("span");
   section("results", "Results",
-    el("p", { class: "hint" }, "Accuracy is right answers over all, on the clients' held-out samples: of each client's own model (personalised), of the models that clients report to the server (local) and of the server's model (global). ± is the standard deviation over seeds. Bold is the best of its column: the highest accuracy, the lowest cost. ≈ is not apart from it by more than the two spreads together."),
+    el("p", { class: "hint" }, "Accuracy is right answers over all, on the clients' held-out samples: of each client's own model (personalized), of the models that clients report to the server (local) and of the server's model (global). ± is the standard deviation over seeds. Bold is the best of its column: the highest accuracy, the lowest cost. ≈ is not apart from it by more than the two spreads together."),
     el("div", { class: "controls" }, el("label", {}, "Target for ", kind, " accuracy, % ", goal)), body);
   redraws.push(() => {
     const field = chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), given = parseFloat(choices.get("target"));
@@ -271,7 +271,7 @@ function clients() {
   panel("clients", "Clients", (body) => {
     const now = shown().filter((i) => DATA.groups[i].counted.some((run) => DATA.runs[run].clients.length));
     if (!now.length) return false;
-    const [figure, node] = chart("", "Personalised accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are left out." : ""));
+    const [figure, node] = chart("", "Personalized accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are left out." : ""));
     body.append(figure);
     return drawClients(node, now);
   });

@@ -1,6 +1,6 @@
 """The results as a table, one row per group with mean and spread over its seeds; as CSV, Markdown or LaTeX.
 
-``rounds to`` and ``MB to target`` count what a run needed until its personalised accuracy first reached the target;
+``rounds to`` and ``MB to target`` count what a run needed until its personalized accuracy first reached the target;
 they are empty where a run never did. Of accuracies the highest is marked, of costs the lowest, each among the groups of
 the same task, and what the spreads leave close to it.
 """
@@ -30,14 +30,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("personalized_accuracy", "personalised %", 100, 2, 1),
+    Column("personalized_accuracy", "personalized %", 100, 2, 1),
     Column("local_accuracy", "local %", 100, 2, 1),
     Column("global_accuracy", "global %", 100, 2, 1),
     Column("worst_decile_accuracy", "worst decile %", 100, 2, 1),
     Column("uplink_bytes", "up MB", 1e-6, 2, -1),
     Column("downlink_bytes", "down MB", 1e-6, 2, -1),
     Column("seconds", "seconds", 1, 1, -1),
-    Column("best_personalized_accuracy", "best personalised %", 100, 2, 1),
+    Column("best_personalized_accuracy", "best personalized %", 100, 2, 1),
     Column("compression_rate", "upload rate", 1, 2),
     Column("rounds", "rounds"),
 )
@@ -121,7 +121,7 @@ def goal_of(group: Group, groups: Sequence[Group], target: Number) -> Number:
 
 
 def cost_to(run: Run, target: float) -> tuple[Number, Number]:
-    """Return rounds and uploaded bytes until personalised accuracy first reached ``target``; None, None if never."""
+    """Return rounds and uploaded bytes until personalized accuracy first reached ``target``; None, None if never."""
     for accuracy, round_, sent in zip(
         run.series["personalized_accuracy"], run.series["round"], run.series["uplink_bytes"], strict=True
     ):
