@@ -126,7 +126,7 @@ def verdict(groups: Mapping[str, Group]) -> str:
     """Return which method is best, which are not separated from it, and which of these uploads the fewest bytes."""
     stats = {method: group.stat("personalized_accuracy") for method, group in groups.items()}
     best = max(stats, key=lambda method: stats[method].mean or 0.0)
-    close = [method for method in stats if method != best and not stats[method].apart(stats[best])]
+    close = [method for method in stats if method != best and not stats[method].separated(stats[best])]
     text = f"Best personalized accuracy: **{best}**, {shown(stats[best])} %"
     if stats[best].spread is None:
         return f"{text}. With one seed it is not known which differences are significant."

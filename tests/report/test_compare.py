@@ -313,7 +313,7 @@ def test_the_best_is_bold_and_what_is_close_to_it_marked() -> None:
     assert "[red]m1" in text
     assert "rounds to 90 %" in text
     assert "data set" not in text
-    assert "not apart from it" in text
+    assert "not separated" in text
 
 
 def test_how_many_runs_a_mean_is_over_is_shown_where_some_failed() -> None:
