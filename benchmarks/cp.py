@@ -1,10 +1,10 @@
 """How fast are compose and residual_grad, as a share of the machine's GEMM rate, and how much memory do they use?
 
-Operations are counted, not estimated from time. Per factorised parameter and client, with D = product and S = sum of
+Operations are counted, not estimated from time. Per factorized parameter and client, with D = product and S = sum of
 its sizes and rank R, a multiply-add being two operations:
 
     compose         2 D R                 one product of the two sides' Khatri-Rao matrices
-    residual_grad   4 D R + 4 S R^2       two products with the matricised tensor; Gram matrices and A_n V_n
+    residual_grad   4 D R + 4 S R^2       two products with the matricized tensor; Gram matrices and A_n V_n
 
 Elementwise work (Khatri-Rao products, contractions of small modes, dense parameters) takes time but counts for nothing.
 
@@ -70,7 +70,7 @@ def peak_bytes(function: Callable[[], Tensor], device: torch.device) -> int:
 
 def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, device: torch.device) -> dict[str, Any]:
     plan = FactorPlan.of(build(name, seed=seed), COMPRESSION)
-    factorised = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
+    factorized = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
     generator = torch.Generator().manual_seed(seed)
     theta, a, x, y = (
         torch.randn(*shape, generator=generator).to(device)
@@ -88,12 +88,12 @@ def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, de
     )
     operations = {
         "gemm": 2 * gemm_size**3,
-        "compose": clients * sum(2 * math.prod(shape) * rank for shape, rank in factorised),
+        "compose": clients * sum(2 * math.prod(shape) * rank for shape, rank in factorized),
         "residual_grad": clients
-        * sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorised),
+        * sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorized),
     }
     gflops = {key: operations[key] / seconds[key] / 1e9 for key in seconds}
-    largest = max(math.prod(shape[2:]) * max(shape[:2]) * rank * 4 for shape, rank in factorised)
+    largest = max(math.prod(shape[2:]) * max(shape[:2]) * rank * 4 for shape, rank in factorized)
     peak = peak_bytes(lambda: residual_grad(plan, a, theta, 1.0), device)
     return {
         "model": name,

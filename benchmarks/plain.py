@@ -1,7 +1,7 @@
 """FedAvg, pFedMe and TDPFed as a researcher would write them: a module per client, autograd, ``torch.optim``.
 
 The yardstick of ``engine.py``. Straightforward and not slowed down on purpose: minibatches are slices of tensors that
-are already in memory, optimisers are made once per round, and nothing is computed that the method does not need.
+are already in memory, optimizers are made once per round, and nothing is computed that the method does not need.
 """
 
 import copy

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from pack import PACKED
 
 from tdpfed.config.loading import load_config, to_toml
-from tdpfed.report.figures import COLOURS, MARKERS, STYLE
+from tdpfed.report.figures import COLORS, MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
@@ -39,8 +39,8 @@ COLUMNS = {
     "personalized_accuracy": "personalized %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
 }  # fmt: skip
 CODED = ", int8"
-"""How methods end that send what another does in another codec: the same colour, dotted."""
-COLOURS_OF_ALL = (*COLOURS, "#7f5539", "#808080", "#b5bd00")
+"""How methods end that send what another does in another codec: the same color, dotted."""
+COLORS_OF_ALL = (*COLORS, "#7f5539", "#808080", "#b5bd00")
 
 
 def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
@@ -126,7 +126,7 @@ def verdict(groups: Mapping[str, Group]) -> str:
     """Return which method is best, which are not separated from it, and which of these uploads the fewest bytes."""
     stats = {method: group.stat("personalized_accuracy") for method, group in groups.items()}
     best = max(stats, key=lambda method: stats[method].mean or 0.0)
-    close = [method for method in stats if method != best and not stats[method].apart(stats[best])]
+    close = [method for method in stats if method != best and not stats[method].separated(stats[best])]
     text = f"Best personalized accuracy: **{best}**, {shown(stats[best])} %"
     if stats[best].spread is None:
         return f"{text}. With one seed it is not known which differences are significant."
@@ -146,7 +146,7 @@ def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
             i, dash = plain.index(method.removesuffix(CODED)), ":" if method.endswith(CODED) else "-"
             sent = [None if b is None else b / 1e6 for b in group.mean["uplink_bytes"]]
             accuracy = [None if a is None else 100 * a for a in group.mean["personalized_accuracy"]]
-            look = {"color": COLOURS_OF_ALL[i % len(COLOURS_OF_ALL)], "label": method}
+            look = {"color": COLORS_OF_ALL[i % len(COLORS_OF_ALL)], "label": method}
             if not any(sent):
                 axes.axhline(accuracy[-1], linestyle="--", **look)
                 continue

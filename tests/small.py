@@ -25,7 +25,7 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def convnet(seed: int = 0) -> nn.Module:
-    """A convolution and two linear layers, all of which the default plan factorises."""
+    """A convolution and two linear layers, all of which the default plan factorizes."""
     return _seeded(
         seed,
         lambda: nn.Sequential(

@@ -20,8 +20,8 @@ def operations(method: str) -> int:
     weights = sum(math.prod(shape) for shape in plan.dense.shapes if len(shape) > 1)
     gradient = 2 * BATCH * (2 * weights + HIDDEN_TO_OUT)
     per_step = {"fedavg": gradient, "pfedme": INNER * gradient}
-    factorised = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
-    compose = sum(2 * math.prod(shape) * rank for shape, rank in factorised)
-    factor_step = sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorised)
+    factorized = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
+    compose = sum(2 * math.prod(shape) * rank for shape, rank in factorized)
+    factor_step = sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorized)
     per_step["tdpfed"] = INNER * gradient + compose + FACTOR_STEPS * factor_step
     return CLIENTS * STEPS * per_step[method]

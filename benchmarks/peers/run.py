@@ -45,7 +45,7 @@ OURS = ("ours", "plain loop", "plain loop with loaders")
 
 
 def export(path: Path, data_root: Path | None, conv: bool) -> str:
-    """Write every client's training samples, dealt and normalised as ours are; return their name."""
+    """Write every client's training samples, dealt and normalized as ours are; return their name."""
     preset = "cifar10-paper" if conv else "mnist-paper"
     data = prepare(load_config(preset, ["run.device=cpu", "algorithm.name=fedavg"]), data_root).federation
     train = int(data.train_size.sum())

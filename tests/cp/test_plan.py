@@ -188,7 +188,7 @@ def test_rows_and_totals_add_up(name: str, compression: float) -> None:
             assert len(row.shape) > 1
 
 
-def test_what_is_factorised() -> None:
+def test_what_is_factorized() -> None:
     ranks = {row.name: row.rank for row in FactorPlan.of(Many(), 1.5).rows()}
     matrices = {"embedding.weight", "up.weight", "line.weight", "cube.weight", "attention.in_proj_weight"}
     matrices |= {"attention.out_proj.weight"}
@@ -226,7 +226,7 @@ def test_patterns() -> None:
 
 @pytest.mark.parametrize("name", ["dnn", "lenet", "vgg8", "resnet8"])
 @pytest.mark.parametrize("compression", [1.5, 8.0])
-def test_factors_are_named_as_in_the_tensorised_module(name: str, compression: float) -> None:
+def test_factors_are_named_as_in_the_tensorized_module(name: str, compression: float) -> None:
     model = make(name)
     plan = FactorPlan.of(model, compression)
     assert Layout.of(tensorize(model, compression, fit=False)) == plan.factors

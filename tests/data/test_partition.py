@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**40)
 
 
 @st.composite
-def labelled(draw: st.DrawFn, least: int = 40, per_class: int = 1) -> NDArray[np.int64]:
+def labeled(draw: st.DrawFn, least: int = 40, per_class: int = 1) -> NDArray[np.int64]:
     """Labels of up to seven classes, of unequal sizes, in random order."""
     counts = draw(st.lists(st.integers(per_class, 60), min_size=1, max_size=7))
     counts[0] += least
@@ -31,7 +31,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(np.array_equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-@given(labels=labelled(), clients=st.integers(1, 20), seed=seeds, skew=st.floats(0, 3), least=st.integers(1, 2))
+@given(labels=labeled(), clients=st.integers(1, 20), seed=seeds, skew=st.floats(0, 3), least=st.integers(1, 2))
 def test_iid_deals_every_sample_once(
     labels: NDArray[np.int64], clients: int, seed: int, skew: float, least: int
 ) -> None:
@@ -42,7 +42,7 @@ def test_iid_deals_every_sample_once(
     assert same(parts, iid(labels, clients, seed, skew, min_samples=least))
 
 
-@given(labels=labelled(), clients=st.integers(1, 20), seed=seeds)
+@given(labels=labeled(), clients=st.integers(1, 20), seed=seeds)
 def test_iid_without_skew_is_equal(labels: NDArray[np.int64], clients: int, seed: int) -> None:
     sizes = [len(part) for part in iid(labels, clients, seed)]
     assert max(sizes) - min(sizes) <= 1
@@ -56,7 +56,7 @@ def test_iid_skew_spreads_the_sizes_and_seeds_differ() -> None:
 
 
 @given(
-    labels=labelled(per_class=21),
+    labels=labeled(per_class=21),
     clients=st.integers(1, 20),
     per_client=st.integers(1, 7),
     seed=seeds,
@@ -89,7 +89,7 @@ def test_classes_as_in_the_paper_twenty_clients_of_two_classes() -> None:
     assert np.array_equal(equal, np.full(20, 3_500))
 
 
-@given(labels=labelled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
+@given(labels=labeled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
 def test_classes_in_turn_gives_client_k_the_kth_class_and_the_next(
     labels: NDArray[np.int64], clients: int, per_client: int, seed: int
 ) -> None:
@@ -131,7 +131,7 @@ def test_classes_that_cannot_be_dealt(clients: int, per_client: Any, message: st
         classes(np.repeat(np.arange(10), 5), clients, per_client, 0)
 
 
-@given(labels=labelled(), clients=st.integers(1, 8), alpha=st.floats(0.3, 100), seed=seeds)
+@given(labels=labeled(), clients=st.integers(1, 8), alpha=st.floats(0.3, 100), seed=seeds)
 def test_dirichlet_deals_every_sample_once(labels: NDArray[np.int64], clients: int, alpha: float, seed: int) -> None:
     parts = dirichlet(labels, clients, alpha, seed)
     assert len(parts) == clients

@@ -212,7 +212,7 @@ def test_every_control_is_reached_by_tab_and_shows_it(page: Browser) -> None:
             break
         assert outline >= 2, name
         reached.append(name)
-    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalised %"):
+    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalized %"):
         assert wanted in reached
 
 

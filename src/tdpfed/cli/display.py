@@ -18,7 +18,7 @@ from tdpfed.runs.session import Session
 from tdpfed.server.records import Record
 
 COLUMNS = {
-    "personalised %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
+    "personalized %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
     "down MB": "down MB", "rounds to target": "rounds to target", "MB to target": "MB to target", "seconds": "seconds",
 }  # fmt: skip
 """What the terminal shows of a comparison, with headings that fit; the files have more."""

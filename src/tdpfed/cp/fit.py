@@ -1,4 +1,4 @@
-"""Fitting CP factors to a tensor: warm-started ALS, a cold start, initialisation and balancing."""
+"""Fitting CP factors to a tensor: warm-started ALS, a cold start, initialization and balancing."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tensorised layers: weights stored as CP factors, forward computed in factor space (section IV-B).
+"""Tensorized layers: weights stored as CP factors, forward computed in factor space (section IV-B).
 
 A factor ``A1, A2, ...`` belongs to each dimension of the dense weight, in PyTorch's order: output channels, input
 channels, then the kernel's axes. (The paper writes the kernel first: its A3 and A4 are our A2 and A1.) ``layer.weight``
@@ -194,7 +194,7 @@ def tensorize(
     sweeps: int = 100,
     tol: float = 1e-5,
 ) -> Module:
-    """Return a copy of ``model`` whose Linear and Conv layers are tensorised and fitted to its weights by ALS.
+    """Return a copy of ``model`` whose Linear and Conv layers are tensorized and fitted to its weights by ALS.
 
     Ranks follow :meth:`FactorPlan.of`. ``fit=False`` leaves the new factors at random values, to load a ``state_dict``
     into. Other parameters (embeddings, transposed convolutions, tied weights, subclasses of those layers) stay dense.
@@ -225,7 +225,7 @@ def tensorize(
 
 
 def densify(model: Module) -> Module:
-    """Return a copy of ``model`` with every tensorised layer composed into an ordinary dense one."""
+    """Return a copy of ``model`` with every tensorized layer composed into an ordinary dense one."""
 
     def swap(_: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, CPLinear | _CPConv):
@@ -239,7 +239,7 @@ def densify(model: Module) -> Module:
 
 
 def _empty_like(layer: nn.Linear | Convolution, rank: int) -> CPLinear | _CPConv:
-    """Return a tensorised layer whose values are not set; made on ``meta``, so that no random number is drawn."""
+    """Return a tensorized layer whose values are not set; made on ``meta``, so that no random number is drawn."""
     bias, place = layer.bias is not None, {"device": "meta", "dtype": layer.weight.dtype}
     new: CPLinear | _CPConv
     if isinstance(layer, nn.Linear):

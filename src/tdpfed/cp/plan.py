@@ -2,7 +2,7 @@
 
 It is made from shapes alone. The factors are a second flat vector ``(..., Q)`` with a layout of their own; the plan
 maps between the two: ``compose`` (factors to dense), ``decompose`` (dense to factors) and ``residual_grad``, the
-gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorised local model (section V, appendix A). A parameter that
+gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorized local model (section V, appendix A). A parameter that
 stays dense is its own only factor, and follows the same rules.
 """
 
@@ -38,7 +38,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class FactorPlan:
-    """The parameters of a model, and for each the CP rank it is factorised with (None: stays dense)."""
+    """The parameters of a model, and for each the CP rank it is factorized with (None: stays dense)."""
 
     dense: Layout
     ranks: tuple[int | None, ...]
@@ -175,6 +175,6 @@ def rank_for(shape: Sequence[int], compression: float) -> int:
 
 
 def factor_name(parameter: str, mode: int) -> str:
-    """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorised layer."""
+    """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorized layer."""
     owner = re.sub(r"(^|\.)weight$", "", parameter)
     return f"{owner}.A{mode}" if owner else f"A{mode}"

@@ -1,4 +1,4 @@
-"""From plain options to a federation: load, deal, bound, split, normalise."""
+"""From plain options to a federation: load, deal, bound, split, normalize."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -96,7 +96,7 @@ def available(root: Path | None = None) -> dict[str, Listing]:
 
 
 def _digits(root: Path | None, download: bool) -> Dataset:  # noqa: ARG001
-    """scikit-learn's 8x8 digits; their grey values 0..16 become 0..1."""
+    """scikit-learn's 8x8 digits; their gray values 0..16 become 0..1."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)

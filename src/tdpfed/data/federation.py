@@ -1,6 +1,6 @@
 """All samples of all clients as one tensor on the device; a client is a range of it.
 
-There is no loader between the data and a step: a batch is ``x[train_start[k] + draw]``. Normalisation statistics come
+There is no loader between the data and a step: a batch is ``x[train_start[k] + draw]``. Normalization statistics come
 from all clients' training samples and from nothing else.
 """
 
