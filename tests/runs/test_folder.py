@@ -127,7 +127,7 @@ def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "seeds.toml.part").write_text("")
     (tmp_path / "config.toml.part").write_text("[run]\n")
-    with pytest.raises(TDPFedError, match="no run folder"):
+    with pytest.raises(TDPFedError, match="must be a run folder"):
         RunFolder.open(tmp_path)
     RunFolder.create(tmp_path, "[run]\nrounds = 3\n")
     assert RunFolder.open(tmp_path)[1] == "[run]\nrounds = 3\n"
