@@ -244,7 +244,8 @@ def test_a_logger_that_fails_is_named_once_and_the_run_goes_on(
     assert run(tmp_path, config("tensorboard"))["status"] == "finished"
     assert len(lines(tmp_path)) == 8
     said = capsys.readouterr().err
-    assert said.startswith("warning: tensorboard is disabled") and "(OSError: no space left)" in said
+    assert said.startswith("warning: tensorboard is disabled")
+    assert "(OSError: no space left)" in said
     assert said.count("\n") == 1
 
 
