@@ -183,5 +183,5 @@ def test_many_are_permuted_as_few_are(shape: tuple[int, ...], monkeypatch: pytes
     bits = bits.reshape(shape[-1:])
     few = permute(index, size, bits)
     assert few.shape == shape
-    monkeypatch.setattr("tdpfed.core.draws.FEW", 0)
+    monkeypatch.setattr("tdpfed.core.draws.NUMPY_ELEMENTS", 0)
     assert torch.equal(permute(index, size, bits), few)

@@ -313,9 +313,7 @@ def test_bad_ranks_are_refused(rank: Any) -> None:
 @pytest.mark.parametrize("field", ["include", "exclude", "ranks"])
 def test_patterns_that_match_nothing_are_refused(field: str) -> None:
     patterns: Any = {"conv*": 2} if field == "ranks" else ["conv*"]
-    with pytest.raises(
-        TDPFedError, match=rf"^{field}: the pattern 'conv\*' matches no parameter; there are fc.weight, b"
-    ):
+    with pytest.raises(TDPFedError, match=rf"^{field}: the pattern 'conv\*' matches no parameter, .*fc.weight, b"):
         FactorPlan.of({"fc.weight": (4, 4), "b": (3,)}, **{field: patterns})
 
 

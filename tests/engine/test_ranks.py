@@ -199,7 +199,7 @@ def test_stopped_and_resumed_in_other_numbers_it_is_the_same_run(tmp_path: Path,
         folder = tmp_path / str(number)
         *others, last = together(first, lambda ranks, folder=folder: session(folder, ranks, stop=5, more=more))  # type: ignore[misc]
         assert isinstance(last, MemoryError)
-        assert all(isinstance(error, RankError) and "go on with --resume" in str(error) for error in others)
+        assert all(isinstance(error, RankError) and "resume with --resume" in str(error) for error in others)
         ended = together(second, lambda ranks, folder=folder: session(folder, ranks))  # type: ignore[misc]
         assert ended == ["finished"] * second
         assert lines(folder) == lines(tmp_path / "one")
@@ -292,7 +292,7 @@ def test_torchrun_gives_the_same_metrics_and_survives_a_kill(tmp_path: Path) -> 
         _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "error: torchrun: " in err
-    assert "go on with --resume" in err
+    assert "resume with --resume" in err
     assert len(lines(killed)) < 24
     done = CliRunner().invoke(app, ["run", "--resume", str(killed), "--json"])
     assert done.exit_code == 0, done.output
@@ -335,6 +335,6 @@ def test_a_process_that_is_told_to_end_says_so(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(expected):
             run(partial(fail, error))
         assert run(lambda: None) == Ranks(rank, 2)
-    with pytest.raises(RankError, match="told to end"):
+    with pytest.raises(RankError, match="terminated"):
         run(told)
     assert signal.getsignal(signal.SIGTERM) is before

@@ -68,7 +68,7 @@ def test_samples_drawn_for_all_are_those_that_chunks_draw_themselves(
     draws = small.watched(monkeypatch, runners, "batch_indices")
     whole = trained(name, "dense", 2, 5)
     once = len(draws)
-    monkeypatch.setattr(runners, "DRAWN_TOGETHER", 0)
+    monkeypatch.setattr(runners, "SAMPLES_DRAWN_TOGETHER", 0)
     assert small.equal(whole, trained(name, "dense", 2, 5))
     assert once < len(draws) - once  # in each round, and in each chunk
 

@@ -87,7 +87,7 @@ def test_keys_are_never_overwritten(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 1)
     before = (tmp_path / "keys" / "ca.key").read_bytes()
     for place in (tmp_path / "keys", tmp_path / "keys" / "ca.pem"):
-        with pytest.raises(TDPFedError, match="already there"):
+        with pytest.raises(TDPFedError, match="not empty"):
             make_keys(place, 1)
     with pytest.raises(TDPFedError, match="cannot write"):
         make_keys(tmp_path / "keys" / "ca.pem" / "below", 1)
@@ -180,7 +180,7 @@ def test_a_folder_that_is_there_is_no_module(tmp_path: Path, monkeypatch: pytest
 
 def test_an_app_is_never_written_over_something(tmp_path: Path) -> None:
     init_app(tmp_path / "mine")
-    with pytest.raises(TDPFedError, match="already there"):
+    with pytest.raises(TDPFedError, match="not empty"):
         init_app(tmp_path / "mine")
     (tmp_path / "file").write_text("")
     with pytest.raises(TDPFedError, match="cannot write"):

@@ -303,7 +303,7 @@ def test_with_stop_a_round_is_tried_once(tmp_path: Path) -> None:
     case = Case(
         tmp_path, *QUICK, "run.rounds=1", "participation.quorum=3", "participation.below_quorum=stop", deadline=0.2
     )
-    with pytest.raises(QuorumError, match=r"participation.quorum asks for 3"):
+    with pytest.raises(QuorumError, match=r"participation.quorum requires 3"):
         case.run(case.grid(tamper={0: lambda message: None}))
 
 

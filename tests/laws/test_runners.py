@@ -69,18 +69,18 @@ def test_any_chunking_equals_none_at_the_papers_size(name: str) -> None:
 
 def test_the_estimate_of_what_fits_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    together = Runner._together
+    together = Runner._run_chunk
 
     def spy(self: Runner, server: Any, private: Any, turn: Any, rows: slice, index: Any) -> Any:
         sizes.append(rows.stop - rows.start)
         return together(self, server, private, turn, rows, index)
 
-    monkeypatch.setattr(Runner, "_together", spy)
+    monkeypatch.setattr(Runner, "_run_chunk", spy)
     data = small.federation(CLIENTS, dtype=torch.float32)
     whole = small.train(CHUNKED["fedavg"], data=data)
     assert sizes == [CLIENTS, CLIENTS]
     sizes.clear()
-    monkeypatch.setattr("tdpfed.engine.runners.CPU_BYTES", 1)
+    monkeypatch.setattr("tdpfed.engine.runners.CPU_CHUNK_BYTES", 1)
     tight = small.train(CHUNKED["fedavg"], data=data)
     assert max(sizes) < CLIENTS
     assert sum(sizes) == 2 * CLIENTS

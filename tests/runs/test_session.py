@@ -174,7 +174,7 @@ def test_without_checkpoints_a_run_starts_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--resume", "nowhere"], "is no run folder"),
+        (["--resume", "nowhere"], "must be a run folder"),
         (["mnist", "--resume", "."], "no preset"),
         (["--resume", ".", "--set", "run.rounds=3"], "no preset, --set"),
         (["--resume", ".", "--out", "x"], "no preset, --set or --out"),
