@@ -1,14 +1,15 @@
-"""Communication-efficient personalised federated learning: every client keeps its own model, only CP factors travel.
+"""Communication-efficient personalized federated learning: every client keeps its own model and uploads CP factors.
 
-Names are fetched from their modules when they are first used, so that what needs no PyTorch does not wait for it.
+Names are imported from their modules on first use, so that code that does not need PyTorch does not wait for it.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# A matrix product's last bits must not depend on where in memory it lies, or a client's would depend on its company.
-# MKL promises that in this mode, at no measurable cost; it reads the variable before its first product.
+# The last bits of a matrix product must not depend on where its operands lie in memory: otherwise a client's result
+# would depend on the other clients in its batch. MKL guarantees this in the mode set here, at no measurable cost; it
+# reads the variable before its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The demo up to where Flower begins: what is checked before, what is said meanwhile, and what it comes to."""
+"""The demo without Flower's processes: the checks before the start, the messages meanwhile, and the summary."""
 
 import os
 import shlex
@@ -22,8 +22,10 @@ from tdpfed.flower import demo as demos
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, interruptible, node_settings, plan, run_demo
+from tdpfed.flower.exchange import ITS_OWN
 from tdpfed.flower.settings import read_settings
-from tdpfed.flower.watch import Complaints, follow, speed, why
+from tdpfed.flower.strategy import AWAY, SILENT
+from tdpfed.flower.watch import Complaints, failure_of, follow, speed
 
 
 @pytest.mark.parametrize(
@@ -47,11 +49,11 @@ def test_a_demo_of_nonsense_is_refused(tmp_path: Path, options: dict[str, Any], 
         ({"overrides": ("run.nothing=1",)}, "unknown 'nothing'"),
         ({"overrides": ("robust.attack=alie",)}, "robust.attack: 'alie' given, must be left out"),
         ({"overrides": ("flower.deadlin=9",)}, "did you mean 'deadline'"),
-        ({"app": Path("nowhere")}, "--app: 'nowhere' is no app with a configuration"),
+        ({"app": Path("nowhere")}, "--app: 'nowhere' is not an app"),
         ({"overrides": ("flower.out=x",)}, "--set: 'flower.out' given, must be given as --out"),
         ({"overrides": (" flower.nodes =7",)}, "--set: 'flower.nodes' given, must be given as --nodes"),
         ({"overrides": ("data.clients=7",)}, "must be given as --nodes"),
-        ({"overrides": ("model.name=lenet",)}, "a demo has its own model and data"),
+        ({"overrides": ("model.name=lenet",)}, "--set: 'model.name' given, must be left out"),
         ({"overrides": ("data.augment=flip",)}, "data.augment: 'flip' given, must be 'none'"),
         ({"overrides": ("privacy.epsilon=3",)}, "privacy.epsilon: 3 given, must be left out"),
         ({"overrides": ("run.device=cuda",)}, "run.device: 'cuda' given, but PyTorch sees no GPU"),
@@ -72,11 +74,11 @@ def test_what_nodes_of_an_own_app_are_told(tmp_path: Path) -> None:
     shares = Demo(tmp_path, app=tmp_path, node_config="data=/srv/ward-{partition-id}.npz bed={partition-id}")
     assert node_settings(shares, 2) == {"data": "/srv/ward-2.npz", "bed": 2}
     for name in ("partition-id", "num-partitions"):
-        with pytest.raises(TDPFedError, match=f"--node-config: '{name}' given, must be left out: a demo tells each"):
+        with pytest.raises(TDPFedError, match=f"--node-config: '{name}' given, must be left out"):
             node_settings(Demo(tmp_path, app=tmp_path, node_config=f"a=1 {name}=3"), 0)
     with pytest.raises(TDPFedError, match="--node-config: 'ward' given"):
         node_settings(Demo(tmp_path, app=tmp_path, node_config="ward"), 0)
-    with pytest.raises(TDPFedError, match=r"--node-config: .* cannot be read"):
+    with pytest.raises(TDPFedError, match=r"--node-config: .* given, must be key=value pairs \("):
         node_settings(Demo(tmp_path, app=tmp_path, node_config="a='b"), 0)
 
 
@@ -145,9 +147,9 @@ def test_speed_is_rounds_per_minute_and_our_share() -> None:
     assert speed([]) == {"rounds_per_minute": None, "own_share": None}
 
 
-# -- what a demo says while it runs ------------------------------------------------------------------------------------
+# -- messages of a demo while it runs ----------------------------------------------------------------------------------
 
-FAILED = "node {} does not say who it is, and will be asked again: its app failed: task.load: no"
+FAILED = f"node {{}} {SILENT} {ITS_OWN}task.load: no"
 
 
 def logged(*texts: str, level: str = "INFO") -> str:
@@ -165,18 +167,18 @@ def test_why_nodes_cannot_take_part_is_said_once(tmp_path: Path) -> None:
         (tmp_path / "run.log").write_text(whole[:end])
         complaints.look()
     assert said == [FAILED.format(12).replace("node 12", "node-1"), lost, FAILED.format(11)]
-    assert complaints.failed == {"11"}  # the other came to be a client after all
+    assert complaints.failed == {"11"}  # the other has joined
 
 
-@pytest.mark.parametrize("text", [FAILED, "node {} is turned away: partition-id: 0 given, which node 3 has already"])
-def test_a_demo_that_no_node_can_take_part_in_is_given_up(tmp_path: Path, text: str) -> None:
-    silent = FAILED.replace("its app failed: task.load: no", "no reply within 120 seconds")  # it may come yet
+@pytest.mark.parametrize("text", [FAILED, f"node {{}} {AWAY} partition-id: 0 given"])
+def test_a_demo_that_no_node_can_take_part_in_stops(tmp_path: Path, text: str) -> None:
+    silent = FAILED.replace(f"{ITS_OWN}task.load: no", "no reply within 120 seconds")  # it may come yet
     (tmp_path / "run.log").write_text(logged(text.format(11), silent.format(12)))
     complaints = Complaints(tmp_path, 2, lambda said: None)
     complaints.look()
     with (tmp_path / "run.log").open("a") as log:
         log.write(logged(text.format(12)))
-    with pytest.raises(TDPFedError, match=r"no node can take part; the last: node 12 .*: (task.load: no|partition-id)"):
+    with pytest.raises(TDPFedError, match=r"no node can take part.* node 12 .*: (task.load: no|partition-id)"):
         complaints.look()
 
 
@@ -186,10 +188,10 @@ def test_the_error_of_a_run_without_summary_is_never_another_line() -> None:
     trace = (
         "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'pandas'\nExit Code: 201\n"
     )
-    assert why(start + ours + trace) == "the run failed: flower.out: no"
-    assert why(start + trace) == "the run failed: ModuleNotFoundError: No module named 'pandas'"
-    assert why("╭─ Error ─╮\n│ no such app │\n") == "the run did not start: Error no such app"
-    assert why("") == "the run did not start: nothing was said"
+    assert failure_of(start + ours + trace) == "the run failed: flower.out: no"
+    assert failure_of(start + trace) == "the run failed: ModuleNotFoundError: No module named 'pandas'"
+    assert failure_of("╭─ Error ─╮\n│ no such app │\n") == "the run did not start: Error no such app"
+    assert failure_of("").startswith("the run did not start: ")
 
 
 def test_with_an_own_app_its_values_count_unless_options_are_given(
@@ -223,7 +225,7 @@ def test_mistakes_of_the_app_come_before_those_of_options(tmp_path: Path) -> Non
     with pytest.raises(TDPFedError, match=r"run: unknown 'roundz', did you mean 'rounds'.*pyproject.toml"):
         plan(tmp_path / "demo", None, 1, None, app=tmp_path / "wards")
     file.write_text(text.replace("rounds = 10\n", ""))
-    with pytest.raises(TDPFedError, match=r"--rounds: 'run.rounds' does not stand in the app's pyproject.toml"):
+    with pytest.raises(TDPFedError, match=r"--rounds: 'run.rounds' is not in .*pyproject.toml"):
         run_demo(plan(tmp_path / "demo", None, 1, None, app=tmp_path / "wards"), print, print)
     assert not (tmp_path / "demo").exists()
 
@@ -255,7 +257,7 @@ def test_a_run_that_does_not_start_says_what_flower_said(tmp_path: Path, without
     (tmp_path / "demo" / "logs").mkdir(parents=True)
     with pytest.raises(TDPFedError, match="not empty"):
         run_demo(Demo(tmp_path / "demo"), print, print)
-    with pytest.raises(TDPFedError, match="the run did not start: nothing was said"):
+    with pytest.raises(TDPFedError, match="the run did not start"):
         run_demo(Demo(tmp_path / "other"), print, print)
     assert without_flower == ["start_superlink", "register", "node 0", "node 1", "node 2", ""]
     config = tomllib.loads((tmp_path / "other" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
@@ -272,7 +274,7 @@ def test_an_own_app_is_checked_before_anything_starts(tmp_path: Path, without_fl
     for setting, words in (
         ("algorithms.tdpfed.tau=-1", "algorithms?.tau: -1 given|tau: -1 given"),
         ("run.roundz=1", "run: unknown 'roundz', did you mean 'rounds'"),
-        ("robust.clip=1.0", "--set: 'robust.clip' does not stand in the app's pyproject.toml"),
+        ("robust.clip=1.0", "--set: 'robust.clip' is not in .*pyproject.toml"),
     ):
         with pytest.raises(TDPFedError, match=words):
             tried(setting)
@@ -293,9 +295,9 @@ def test_the_command_line_shows_the_summary(
     made = {**summarize(facts_of(simulation, "dnn"), [simulation.record(1.0)], "finished"), "error": None}
     made |= {"rounds_per_minute": 6.0, "own_share": 0.04}
 
-    def ran(demo: Demo, tell: Any, on_round: Any) -> dict[str, Any]:
-        tell("starting")
-        on_round({"round": 1, "lost": {"1": "not there"}, "refused": ["x"], "replies": 2, "seconds": 1.0})
+    def ran(demo: Demo, notify: Any, on_round: Any) -> dict[str, Any]:
+        notify("starting")
+        on_round({"round": 1, "lost": {"1": "not connected"}, "refused": ["x"], "replies": 2, "seconds": 1.0})
         return made
 
     monkeypatch.setattr(demos, "run_demo", ran)
@@ -305,7 +307,7 @@ def test_the_command_line_shows_the_summary(
     assert "6.0 rounds per minute without evaluations, 4.00 %" in done.stderr
     assert f"run folder: {tmp_path}/x/run\n" in done.stderr
     assert "tdpfed run digits --set run.rounds=3" in done.stderr
-    assert "imports apart" in done.stderr
+    assert "tdpfed's own code" in done.stderr
     made |= {"status": "failed", "error": "round 2: no"}
     init_app(tmp_path / "ward")
     done = CliRunner().invoke(

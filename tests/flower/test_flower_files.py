@@ -161,7 +161,7 @@ def test_names_that_flower_would_refuse_are_refused_first(tmp_path: Path, name: 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("class", "a word of Python's own"), ("Torch", "'torch' is"), ("tdpfed", "'tdpfed' is"), ("json", "'json' is")],
+    [("class", "Python keyword"), ("Torch", "'torch' is"), ("tdpfed", "'tdpfed' is"), ("json", "'json' is")],
 )
 def test_names_that_would_hide_another_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
     done = subprocess.run(
@@ -216,7 +216,7 @@ def test_nothing_is_left_not_even_children_in_sessions_of_their_own(tmp_path: Pa
             assert len(processes.alive()) == 3
             processes.start("child", ["true"], {})
 
-    with pytest.raises(TDPFedError, match="'child' runs already"):
+    with pytest.raises(TDPFedError, match="process: 'child'"):
         fails()
     assert marked(processes.mark) == []
 

@@ -129,7 +129,7 @@ def test_a_personalised_model_is_loaded_into_a_module(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.load_state_dict(load_personalized(tmp_path, model))
     assert model.weight.tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(TDPFedError, match=r"holds \(6,\) values, must hold the state of a model of 12"):
+    with pytest.raises(TDPFedError, match=r"holds \(6,\) values, must hold a model of 12"):
         load_personalized(tmp_path, nn.Linear(3, 3))
     with pytest.raises(TDPFedError, match="holds nothing"):
         load_personalized(tmp_path / "none", model)
@@ -140,7 +140,7 @@ def test_a_late_save_takes_nothing_away(tmp_path: Path) -> None:
     old.save(3, 1, state(3), 0)
     assert old.before(5, 1) is not None  # a process of the old session begins, and is slow
     new.save(4, 2, state(4), 3)
-    with pytest.raises(TDPFedError, match="gone on to round 4 of session 2; the message is late"):
+    with pytest.raises(TDPFedError, match="round 4 of session 2; the message is late"):
         old.save(5, 1, state(5), 5)
     assert rounds(new) == [3, 4]
 
@@ -185,7 +185,7 @@ def test_a_state_that_is_needed_and_gone_is_an_error(tmp_path: Path) -> None:
     for number in range(1, 6):
         PrivateStore(tmp_path).save(number, 1, state(number), number - 1)
     assert rounds(PrivateStore(tmp_path)) == [4, 5]
-    with pytest.raises(TDPFedError, match=r"needed and gone: .* begins with round 4"):
+    with pytest.raises(TDPFedError, match=r"needed but deleted: .* begins with round 4"):
         PrivateStore(tmp_path, (0, 2)).before(3, 2)
     assert PrivateStore(tmp_path, (0, 0)).before(3, 2) is None  # from the start there is nothing to miss
 

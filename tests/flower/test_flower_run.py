@@ -343,15 +343,15 @@ def test_a_node_that_leaves_is_not_waited_for_and_may_come_back(tmp_path: Path) 
     grid.tamper = {0: leaves}
     case.run(grid)
     assert [line["replies"] for line in case.lines("rounds.jsonl")] == [3, 2, 3]
-    assert case.lines("rounds.jsonl")[1]["lost"] == {"2": "not there"}
+    assert case.lines("rounds.jsonl")[1]["lost"] == {"2": "not connected"}
 
 
 def test_too_few_nodes_end_the_run_with_a_reason(tmp_path: Path) -> None:
     case = Case(tmp_path, *QUICK, wait=0.01)
-    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients came within 0.01 seconds, at least 1 must$"):
+    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients .* must be at least 1$"):
         case.run(case.grid(nodes=[]))
     case.task.load = lambda node_config: node_config["data"]  # type: ignore[method-assign]
-    words = r"at least 1 must; the last: node 10\d .* its app failed: task.load: failed \(KeyError: 'data'\)"
+    words = r"must be at least 1; .* node 10\d .* its app failed: task.load: failed \(KeyError: 'data'\)"
     with pytest.raises(TDPFedError, match=words):
         case.run()
 
@@ -395,7 +395,7 @@ def test_a_node_with_another_model_is_turned_away(tmp_path: Path, monkeypatch: p
 
     hello = Node.hello
     monkeypatch.setattr(Node, "hello", lambda self: {**hello(self), "model": "0" * 64})
-    with pytest.raises(TDPFedError, match="0 of 3 clients came"):
+    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients"):
         case.run()
 
 
@@ -408,7 +408,7 @@ def test_what_a_node_says_of_itself_is_checked(
 
     hello = Node.hello
     monkeypatch.setattr(Node, "hello", lambda self: {**hello(self), **answer})
-    with pytest.raises(TDPFedError, match="0 of 3 clients came"):
+    with pytest.raises(TDPFedError, match=r"flower.nodes: 0 of 3 clients"):
         case.run()
 
 
@@ -452,14 +452,14 @@ def test_a_server_killed_before_the_first_round_begins_again(tmp_path: Path) -> 
 def test_a_finished_run_may_be_made_longer_but_not_changed(tmp_path: Path) -> None:
     case = Case(tmp_path, *QUICK)
     case.run()
-    with pytest.raises(TDPFedError, match="has its 3 rounds"):
+    with pytest.raises(TDPFedError, match=r"flower.out: the run in .* 3 rounds"):
         case.run()
-    with pytest.raises(TDPFedError, match=r"algorithm.eta: 0.5 given, must be 0.05; run.seed: 9 given, must be 0, as"):
+    with pytest.raises(TDPFedError, match=r"algorithm.eta: 0.5 given, must be 0.05; run.seed: 9 given, must be 0"):
         case.run(changed={"algorithm.eta": 0.5, "run.seed": 9})
     many = {f"algorithm.{key}": 7 for key in ("eta", "tau", "batch_size")}
     many |= {f"run.{key}": 7 for key in ("seed", "evaluate_every", "threads")}
     many |= {"checkpoint.keep": 7, "checkpoint.every": 7, "participation.attempts": 7, "participation.quorum": 3}
-    with pytest.raises(TDPFedError, match=r"algorithm.batch_size: 7 .*; and 2 more, as in the run"):
+    with pytest.raises(TDPFedError, match=r"algorithm.batch_size: 7 .*; and 2 more"):
         case.run(changed=many)
     assert case.run(changed={"run.rounds": 5})["rounds"] == 5
     assert worst(tmp_path, simulated(case.config, 5)) <= 1e-6

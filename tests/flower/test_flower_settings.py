@@ -69,8 +69,8 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"engine.state": "mmap"}, "engine.state: 'mmap' given, must be left out"),
         ({"flower.max_samples": 0}, "flower.max_samples: 0 given"),
         ({"flower.secure_aggregation": True}, "SecAgg\\+ works only with its older client"),
-        ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules look at each client"),
-        ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules look at each client"),
+        ({"flower.secure_aggregation": True, "robust.name": "median"}, "robust rules need each client"),
+        ({"flower.secure_aggregation": True, "robust.gauge": 1.0}, "robust rules need each client"),
         (
             {"flower.secure_aggregation": True, "algorithm.aggregation": "act"},
             "'tdpfed' as configured needs more than the sum",

@@ -244,13 +244,13 @@ def test_interrupted_it_says_how_to_go_on_and_goes_on(monkeypatch: pytest.Monkey
     done = call(*arguments)
     assert done.exit_code == 130
     assert done.stdout == ""
-    assert "interrupted; the same command goes on from here" in done.stderr
+    assert "interrupted; the same command resumes" in done.stderr
     monkeypatch.setattr(display.GridProgress, "round", shown)
     spy = Spy(monkeypatch)
     done = call(*arguments)
     assert done.exit_code == 0
     assert (spy.begun, spy.resumed) == (["fedavg-seed2"], ["fedavg-seed1"])
-    lines = ["1 of 3 runs were finished before", "2 of 3: fedavg-seed1 finished", "3 of 3: fedavg-seed2 finished"]
+    lines = ["1 of 3 runs were already finished", "2 of 3: fedavg-seed1 finished", "3 of 3: fedavg-seed2 finished"]
     assert done.stderr.splitlines() == lines
 
 

@@ -332,7 +332,7 @@ def test_following_that_is_broken_off_leaves_a_snapshot(
     monkeypatch.setattr(time, "sleep", stop)
     status, out, err = call(str(path), "--watch")
     assert (status, out) == (0, f"{path / 'report.html'}\n")
-    assert err.count("following in") == 1
+    assert err.count("Ctrl-C") == 1
     assert data_of(path / "report.html")["live"] == 0
 
 

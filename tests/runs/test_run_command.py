@@ -75,7 +75,7 @@ def test_the_summary_says_how_many_clients_have_trained(
     assert call(["run", *options(*more), "--out", "run"], monkeypatch) == 0
     assert json.loads(Path("run/summary.json").read_text())["clients_trained"] == chosen
     told = " ".join(capsys.readouterr().out.split())
-    assert ("1, 4, of whom 1 have trained" in told) == (chosen == 1) == ("of whom" in told)
+    assert ("1, 4, 1 of them trained" in told) == (chosen == 1) == ("of them" in told)
 
 
 def test_one_line_of_json_and_a_run_folder() -> None:
@@ -115,7 +115,7 @@ def test_a_table_for_people_and_a_folder_by_default() -> None:
     assert result.exit_code == 0
     for words in (
         "tdpfed on digits: finished",
-        "personalised accuracy",
+        "personalized accuracy",
         "global model accuracy",
         "MB up",
         "runs/digits",
@@ -275,7 +275,7 @@ def test_ctrl_c_ends_cleanly() -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert "go on with: tdpfed run --resume run --data-root 'my data'" in err
+    assert "resume with: tdpfed run --resume run --data-root 'my data'" in err
     summary = json.loads(out)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert summary["status"] == json.loads(Path("run/summary.json").read_text())["status"] == "interrupted"
@@ -371,4 +371,4 @@ def test_several_seeds_end_in_a_table_and_are_resumed(
     assert call(["run", "--resume", "both"], monkeypatch) == 0
     shown = capsys.readouterr()
     assert "both/table.md" in shown.out
-    assert "2 of 2 runs were finished before" in shown.err
+    assert "2 of 2 runs were already finished" in shown.err

@@ -118,12 +118,12 @@ class Algorithm(ABC):
 
         By default the server's entry of the same name. An entry of another name is assumed to be a change: 0.
         """
-        like = next(iter(server.values()))
+        like = next(iter(server.values()), torch.zeros(0))
         return {n: server[n] if n in server else like.new_zeros(k) for n, k in lengths_of(self.up()).items()}
 
     def unchanged(self, message: State) -> State:
         """Return the upload of a client that changed nothing, ``(..., n)``, given the message to it."""
-        like = next(iter(message.values()))
+        like = next(iter(message.values()), torch.zeros(0))
         sizes = lengths_of(self.up()).items()
         return {n: message[n] if n in message else like.new_zeros(*like.shape[:-1], k) for n, k in sizes}
 

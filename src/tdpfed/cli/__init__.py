@@ -1,7 +1,7 @@
-"""The command line: thin, it turns arguments into calls of the library and results into tables or JSON.
+"""The command line: it turns arguments into library calls and results into tables or JSON.
 
-``--json`` prints one JSON object as the last line of standard output and nothing else there. Bad input is a line on
-standard error for each mistake, and exit status 2.
+``--json`` prints one JSON object to standard output and nothing else there. Invalid input prints one line for each
+error to standard error and exits with status 2.
 """
 
 import os
@@ -24,12 +24,12 @@ def main() -> None:
         app(prog_name="tdpfed")
     except TDPFedError as error:
         _fail(*map(str, each(error)))
-    except (MemoryError, RuntimeError) as error:  # PyTorch's own error for a full memory is a RuntimeError
+    except (MemoryError, RuntimeError) as error:  # PyTorch may report exhausted memory as a RuntimeError
         import torch
 
         if "allocate" not in str(error) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise
-        _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no more to be had'})")
+        _fail(f"out of memory ({str(error).splitlines()[0] if str(error) else 'no details given'})")
 
 
 def _fail(*messages: str) -> None:
@@ -38,8 +38,8 @@ def _fail(*messages: str) -> None:
     sys.exit(2)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"tdpfed {tdpfed.__version__}")
         raise typer.Exit
 
@@ -57,4 +57,4 @@ def _options(
     from tdpfed.engine.ranks import under_torchrun
 
     if under_torchrun():
-        raise TDPFedError(f"torchrun: {context.invoked_subcommand!r} given, in several processes only 'run' works")
+        raise TDPFedError(f"torchrun: {context.invoked_subcommand!r} given, must be 'run' in several processes")

@@ -1,4 +1,4 @@
-"""What the commands share: the app, options that several take, and how they speak."""
+"""What the commands share: the app, common options, and output."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-# Help is plain text here; typer before 0.21, which Flower asks for, would put marks for rich into it all the same.
+# Help is plain text; without this, typer before 0.21, which Flower requires, would insert rich markup into it.
 typer.core.HAS_RICH = False
 
 app = typer.Typer(
     name="tdpfed", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Communication-efficient personalised federated learning: clients keep their models, only CP factors travel.",
+    help="Communication-efficient personalized federated learning: clients keep their models and upload CP factors.",
 )  # fmt: skip
 
 Source = Annotated[
@@ -31,31 +31,32 @@ Set = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 DataRoot = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where data sets lie; then $TDPFED_DATA and the user cache.")
+    Path | None,
+    typer.Option(metavar="DIR", help="Searched first for data sets, before $TDPFED_DATA and the user cache."),
 ]
 
 
 def find_own_code(*names: str) -> None:
-    """Let ``package.module:name`` be found in the working directory, after everything that is installed."""
+    """Search the working directory for ``package.module:name``, after installed packages."""
     if any(":" in name for name in names):
         search_here()
 
 
 def search_here() -> None:
-    """Look for modules in the working directory, too, after everything that is installed."""
+    """Search the working directory for modules, after installed packages."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def find_code_of(source: str, overrides: Sequence[str] | None = None) -> None:
-    """Let the methods and the model that a configuration names as ``package.module:name`` be found likewise."""
+    """Search the working directory for methods and models that a configuration names as ``package.module:name``."""
     from tdpfed.config.loading import own_code, raw_config
 
     find_own_code(*own_code(raw_config(source, overrides)))
 
 
-def tell(lines: Iterable[str]) -> None:
-    """Say something on standard error."""
+def print_stderr(lines: Iterable[str]) -> None:
+    """Print lines on standard error."""
     for line in lines:
         print(line, file=sys.stderr)  # noqa: T201
 

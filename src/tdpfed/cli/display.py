@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: the live progress of runs (on standard error), and tables."""
+"""Terminal output: the live progress of runs (on standard error), and tables."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ COLUMNS = {
     "personalized %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
     "down MB": "down MB", "rounds to target": "rounds to target", "MB to target": "MB to target", "seconds": "seconds",
 }  # fmt: skip
-"""What the terminal shows of a comparison, with headings that fit; the files have more."""
+"""The columns of a comparison shown in the terminal, with shorter headings; the files have more columns."""
 
 
 @contextmanager
 def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
-    """Show a bar with accuracy, loss, megabytes sent and time left; yield what to call after each round."""
+    """Show a bar with accuracy, loss, megabytes sent and time left; yield a function to call after each round."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
@@ -57,7 +57,7 @@ def no_progress(simulation: Simulation, rounds: int, records: list[Record]) -> I
 
 
 class GridProgress:
-    """One bar for all runs of a grid and one for what runs now, where there is a terminal; a line per finished run."""
+    """On a terminal, a bar for all runs of a grid and one for the current runs; a line for each finished run."""
 
     def __init__(self, cells: Sequence[Cell], bar: Progress) -> None:
         self.bar, self.runs, self.ended, self.kept = bar, len(cells), 0, 0
@@ -67,40 +67,40 @@ class GridProgress:
         self.warned: set[str] = set()
 
     def start(self, cells: Sequence[Cell]) -> None:
-        """Show that these runs begin."""
-        self.say_kept()
-        seeds = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        """Show that these runs start."""
+        self.show_kept()
+        others = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         total = sum(cell.config.run.rounds for cell in cells)
-        self.bar.update(self.now, description=f"{cells[0].name}{seeds}", total=total, completed=0, visible=True)
+        self.bar.update(self.now, description=f"{cells[0].name}{others}", total=total, completed=0, visible=True)
 
     def round(self, session: Session) -> None:
-        """Show how far a run has come."""
+        """Show the progress of a run."""
         rounds, name = session.simulation.round, session.folder.path.name
         step, self.rounds[name] = rounds - self.rounds.get(name, 0), rounds
         accuracy = session.records[-1].personalized_accuracy if session.records else None
         self.bar.update(self.now, advance=step, state=f"accuracy {percent(accuracy)}")
         self.bar.update(self.all, advance=step)
 
-    def end(self, outcome: CellResult) -> None:
-        """Show what became of a run."""
-        rounds, name = outcome.cell.config.run.rounds, outcome.cell.name
+    def end(self, result: CellResult) -> None:
+        """Show the result of a run."""
+        rounds, name = result.cell.config.run.rounds, result.cell.name
         self.ended += 1
         self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
-        for warning in [one for one in outcome.warnings if one not in self.warned]:
-            self.warned.add(warning)  # runs of one configuration warn of the same
-            self._say(f"warning: {name}: {warning}")
-        if outcome.kept:
+        for warning in [one for one in result.warnings if one not in self.warned]:
+            self.warned.add(warning)  # runs of one configuration share their warnings
+            self._print(f"warning: {name}: {warning}")
+        if result.kept:
             self.kept += 1
         else:
-            self._say(f"{self.ended} of {self.runs}: {name} {'finished' if outcome.error is None else 'failed'}")
+            self._print(f"{self.ended} of {self.runs}: {name} {'finished' if result.error is None else 'failed'}")
 
-    def say_kept(self) -> None:
-        """Say once how many runs there was nothing to do for."""
+    def show_kept(self) -> None:
+        """Show once how many runs were already finished."""
         if self.kept:
-            self._say(f"{self.kept} of {self.runs} runs were finished before")
+            self._print(f"{self.kept} of {self.runs} runs were already finished")
             self.kept = 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -115,20 +115,20 @@ def grid_progress(cells: Sequence[Cell]) -> Iterator[GridProgress]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         show = GridProgress(cells, bar)
         yield show
-        show.say_kept()
+        show.show_kept()
 
 
 def comparison_table(made: tables.Table, title: str, caption: str, width: int = 120) -> Table:
-    """Return methods side by side: the best of a column bold, what the spread does not separate from it with ≈."""
+    """Return a table of methods: the best value of a column in bold, values within the spread of it marked by ≈."""
     at = {name: i for i, name in enumerate(made.titles)}
-    # One data set and one target are said once, not in every row.
+    # A single data set or target is shown once, not in every row.
     datasets, targets = ({str(row[at[name]]) for row in made.rows} for name in ("data set", "target %"))
     first = [*(["data set"] if len(datasets) > 1 else []), "method"]
-    # Where runs failed, means are over different numbers of them.
+    # If runs failed, the means cover different numbers of runs.
     counts = ["runs"] if len({row[at["runs"]] for row in made.rows}) > 1 else []
     columns = [*first, *counts, *COLUMNS, *(["target %"] if len(targets) > 1 else [])]
     goal = "target" if len(targets) > 1 else f"{min(targets)} %"
-    narrow = width < 120  # spreads and units then have lines of their own
+    narrow = width < 120  # spreads and units are then on separate lines
     padding = (0, 0 if narrow else 1, 0, 0)
     shown = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=padding)
     shown.show_edge = shown.pad_edge = False
@@ -162,11 +162,11 @@ def plan_table(plan: FactorPlan, title: str) -> Table:
 
 
 def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
-    """Return what a run came to."""
+    """Return the summary of a run as a table."""
     caption = (
-        "accuracy: right answers over all, on the clients' held-out samples. personalised: each client's own model "
-        "after its last training, and the common start of those never chosen; local: what clients report to the "
-        "server; global: the server's model"
+        "accuracy: correct predictions on the held-out samples of all clients. personalized: each client's own model "
+        "after its latest training, or the initial model if it was never chosen; local: the models that clients report "
+        "to the server; global: the server's model"
     )
     title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
     table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
@@ -175,16 +175,16 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     up, down = summary["uplink_bytes"] / 1e6, summary["downlink_bytes"] / 1e6
     rate = summary["compression_rate"]
     trained = summary.get("clients_trained", summary["clients"])
-    some = "" if trained == summary["clients"] else f", of whom {trained} have trained"
+    part = "" if trained == summary["clients"] else f", {trained} of them trained"
     best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])
     rows = {
-        "personalised accuracy": percent(summary["personalized_accuracy"]),
+        "personalized accuracy": percent(summary["personalized_accuracy"]),
         "best round, worst clients": f"{best}, {worst} (mean of the worst tenth)",
         "local model accuracy": percent(summary["local_accuracy"]),
         "global model accuracy": percent(summary["global_accuracy"]),
         "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
         "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
-        "rounds, clients": f"{summary['rounds']}, {summary['clients']}{some}",
+        "rounds, clients": f"{summary['rounds']}, {summary['clients']}{part}",
         "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",
         "run folder": folder,
     }
@@ -198,5 +198,5 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
 
 
 def percent(fraction: float | None) -> str:
-    """Return a fraction as per cent with two decimals, or a dash."""
+    """Return a fraction as a percentage with two decimals, or a dash."""
     return "-" if fraction is None else f"{100 * fraction:.2f} %"

@@ -1,4 +1,4 @@
-"""Commands that look things up: keys of the configuration, presets, factor plans, data sets."""
+"""Commands that show information: configuration keys, presets, factor plans, data sets."""
 
 import json
 import tomllib
@@ -23,12 +23,12 @@ def keys(
     algorithm: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ALGORITHM]", help="Whose hyper-parameters to list; your own method as package.module:Class."
+            metavar="[ALGORITHM]", help="List the hyper-parameters of this method; your own as package.module:Class."
         ),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """List every key of the configuration: what it may be, its default and its meaning."""
+    """List every key of the configuration: allowed values, default and meaning."""
     from tdpfed.algorithms import DEFAULT
     from tdpfed.config.keys import describe
 
@@ -51,11 +51,11 @@ def keys(
 @app.command()
 def preset(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Which one; without a name they are listed.")
+        str | None, typer.Argument(metavar="[NAME]", help="Name of a preset; all are listed without one.")
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Print a preset as TOML, to begin a file of your own with; or list the presets."""
+    """Print a preset as TOML, as the start of your own file; or list the presets."""
     from tdpfed.config import preset_text, presets
 
     if name is not None:
@@ -64,9 +64,9 @@ def preset(
     about = {one: preset_text(one).partition("\n")[0].removeprefix("# ") for one in presets()}
     if json_:
         return print_json(about)
-    table = Table("preset", "what it is")
-    for one, words in about.items():
-        table.add_row(one, escape(words))
+    table = Table("preset", "description")
+    for one, description in about.items():
+        table.add_row(one, escape(description))
     return Console().print(table)
 
 
@@ -75,13 +75,13 @@ def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="dnn, vgg8, ... or your own as package.module:factory.")
     ],
-    compression: Annotated[float, typer.Option(help="Compression rate the ranks are chosen for.")] = 2.0,
+    compression: Annotated[float, typer.Option(help="Compression rate that determines the ranks.")] = 2.0,
     rank: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN=R", help="Explicit rank of the matching parameters; repeatable."),
     ] = None,
     include: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Factorise only matching parameters; repeatable.")
+        list[str] | None, typer.Option(metavar="PATTERN", help="Factorize only matching parameters; repeatable.")
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Keep matching parameters dense; repeatable.")
@@ -102,7 +102,7 @@ def plan(
     shape = None if input_shape is None else [_whole("--input-shape", size) for size in input_shape.split(",")]
     ranks = dict(_pair("--rank", text) for text in rank or [])
     find_own_code(model)
-    # Shapes are enough, except that a factory of the user's own may want real tensors.
+    # Shapes are enough, but a user's own factory may need real tensors.
     with torch.device("cpu" if ":" in model else "meta"):
         built = from_spec(model, shape, classes)
     made = FactorPlan.of(built, compression, ranks=ranks, include=include or ("*",), exclude=exclude or ())
@@ -122,7 +122,7 @@ def plan(
 
 @data.command("list")
 def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
-    """List the data sets: samples, shape, classes, and where they lie."""
+    """List the data sets: samples, shape, classes and location."""
     from tdpfed.data import available
 
     listings = available(data_root)
@@ -131,9 +131,9 @@ def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
             {name: {**asdict(entry), "path": entry.path and str(entry.path)} for name, entry in listings.items()}
         )
         return
-    table = Table("data set", "samples", "shape", "classes", "where")
+    table = Table("data set", "samples", "shape", "classes", "location")
     for name, entry in listings.items():
-        where = "embedded" if entry.embedded else str(entry.path or "not here; tdpfed data get " + name)
+        where = "embedded" if entry.embedded else str(entry.path or "not found; tdpfed data get " + name)
         samples = "-" if entry.samples is None else f"{entry.samples:,}"
         table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
     Console().print(table)
@@ -141,11 +141,11 @@ def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
 
 @data.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set of `tdpfed data list`.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set listed by `tdpfed data list`.")],
     data_root: DataRoot = None,
     json_: Json = False,
 ) -> None:
-    """Find a data set or download it with a checksum, and read it once."""
+    """Find a data set, or download it and verify its checksum; then check that it can be read."""
     from tdpfed.data import load
 
     found = load(name, data_root)

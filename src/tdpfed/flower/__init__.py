@@ -1,7 +1,7 @@
 """Deployment on Flower: the package's algorithms as a Flower app, across real processes and machines.
 
-``client_app(task)`` and ``server_app(task)`` make the two halves of an app from a user's ``task``: a model and each
-node's data. What travels are the bytes of :mod:`tdpfed.wire`, through the same gate as everywhere.
+``client_app(task)`` and ``server_app(task)`` build the two halves of an app from a user's ``task``: a model and each
+node's data. Messages are encoded by :mod:`tdpfed.wire` and validated by the same checks as in a simulation.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""A new Flower app on disk: the template's files with a name and a configuration filled in."""
+"""Create a new Flower app on disk: the template files with a name and a configuration filled in."""
 
 import re
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ from tdpfed.flower.settings import REFUSED, Flower
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 LEFT_OUT = {key for key, _, _ in REFUSED} | {"run.runner", "run.chunk", "flower.secure_aggregation"}
 DEPLOYED: dict[str, Any] = {"run.rounds": 10, "run.evaluate_every": 5, "checkpoint.every": 1, "flower.nodes": 3}
-"""Where a new app differs from the defaults of a simulation: evaluations are messages, and rounds are precious."""
+"""Where a new app differs from the defaults of a simulation: evaluations cost messages, and a lost round is costly."""
 
 IGNORED = "__pycache__/\nruns/\nkeys/\n*.key\n*.npz\n"
-"""What Flower leaves out when it sends the folder to nodes."""
+"""Patterns of files that Flower leaves out when it sends the folder to nodes."""
 
 Tables = Mapping[str, Mapping[str, Any]]
 
 
 def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
-    """Write a new app into a new or empty folder, whose name is its name; return its files."""
+    """Write a new app, named after its folder, into a new or empty folder; return its files."""
     folder = folder.expanduser().resolve()
     if not NAME.fullmatch(folder.name):
         raise TDPFedError(
-            f"DIR: the folder's name {folder.name!r} is the app's, must be letters, digits and hyphens, "
+            f"DIR: folder name {folder.name!r} given, which names the app, must be letters, digits and hyphens, "
             "begin with a letter and have at most 32 characters"
         )
     package = folder.name.replace("-", "_").lower()
@@ -48,16 +48,18 @@ def init_app(folder: Path, tables: Tables | None = None) -> list[Path]:
 
 
 def _check_package(name: str, package: str) -> None:
-    """Refuse a name that cannot be a package, or whose package would be found in place of another."""
+    """Reject a name that is not a valid package name, or that would shadow an installed module."""
     if iskeyword(package):
-        raise TDPFedError(f"DIR: the folder's name {name!r} is the app's, must not be a word of Python's own")
+        raise TDPFedError(f"DIR: folder name {name!r} given, which names the app, must not be a Python keyword")
     found = find_spec(package)
-    if found is not None and found.origin is not None:  # where None it is a folder that we stand beside
-        raise TDPFedError(f"DIR: the folder's name {name!r} is the app's, must not be that of a module: {package!r} is")
+    if found is not None and found.origin is not None:  # None: only a folder in the working directory
+        raise TDPFedError(
+            f"DIR: folder name {name!r} given, which names the app, must not be that of a module: {package!r} is one"
+        )
 
 
 def default_tables() -> dict[str, dict[str, Any]]:
-    """Return every key that a deployment has, with its value in a new app; each method has a table of its own."""
+    """Return every key of a deployment with its value in a new app; each method has a separate table."""
     sections = {name: SECTIONS[name] for name in ("run", "participation", "wire", "robust", "checkpoint")}
     tables: dict[str, dict[str, Any]] = {"algorithm": {"name": DEFAULT}}
     for section, owner in (sections | {"flower": Flower}).items():
@@ -84,5 +86,5 @@ def _config(tables: Tables) -> str:
 
 
 def single(value: Any) -> str:
-    """Return a value as Flower takes it: lists and tables as text."""
+    """Return a value in the form that Flower accepts: lists and tables as text."""
     return toml_value(toml_value(value)) if isinstance(value, list | tuple | dict) else toml_value(value)

@@ -1,4 +1,4 @@
-"""The client half of an app: from Flower's message to the node's work and back. Thin, and light to import."""
+"""The client half of an app: unpacks Flower's messages, calls the node and packs its replies. Quick to import."""
 
 import time
 
@@ -9,8 +9,8 @@ from tdpfed.flower import envelope
 from tdpfed.flower.node import Node
 from tdpfed.flower.task import Task
 
-TOGETHER = 5.0
-"""Seconds of the clock at whose multiples nudges are answered, so that two of them are answered in one go."""
+NUDGE_PERIOD = 5.0
+"""Nudges are answered when the clock is at a multiple of so many seconds, so that two are answered together."""
 
 
 def client_app(task: Task) -> ClientApp:
@@ -20,7 +20,7 @@ def client_app(task: Task) -> ClientApp:
     @app.query()
     def hello(message: Message, context: Context) -> Message:
         if envelope.fields_of(message).get(envelope.NUDGE):
-            time.sleep(-time.time() % TOGETHER)
+            time.sleep(-time.time() % NUDGE_PERIOD)
             return envelope.reply(message, {}, None, {})
         return envelope.reply(message, _node(task, context).hello(), None, {})
 

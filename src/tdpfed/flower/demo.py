@@ -1,7 +1,7 @@
 """A federation on one machine in one command: real processes on loopback, from the keys to the summary.
 
-Without an app of the user's own it trains on the embedded digits, dealt as ``tdpfed run`` would deal them: each node
-finds its share, and only that, in a file of its own.
+Without ``--app`` it trains on the embedded digits, partitioned as ``tdpfed run`` partitions them: each node reads its
+own samples, and only those, from a separate file.
 """
 
 import json
@@ -27,24 +27,24 @@ from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.server_app import ROUNDS
 from tdpfed.flower.settings import Flower, as_run_config, read_settings, refused
-from tdpfed.flower.watch import Complaints, OnRound, Tell, follow, speed, why
+from tdpfed.flower.watch import Complaints, Notify, OnRound, failure_of, follow, speed
 from tdpfed.runs.experiment import federation_of
 from tdpfed.runs.folder import SUMMARY, RunFolder, file_name
 
 CLASSES = 10
-MOST = 64
-"""Nodes of a demo: each is three processes."""
+MOST_NODES = 64
+"""Most nodes of a demo: each is three processes."""
 
 OPTIONS = {
     "flower.out": "--out", "flower.nodes": "--nodes", "flower.insecure": "--insecure", "run.rounds": "--rounds",
     "algorithm.name": "--algorithm", "data.clients": "--nodes",
 }  # fmt: skip
-"""Keys that are set by an option of their own, and by nothing else."""
+"""Keys that can be set only by a command-line option, not by ``--set``."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What to run, and where."""
+    """The settings of a demo and the folder it writes to."""
 
     work: Path
     nodes: int = 3
@@ -56,7 +56,7 @@ class Demo:
     insecure: bool = False
 
     def __post_init__(self) -> None:
-        for field, value, most in (("--nodes", self.nodes, MOST), ("--rounds", self.rounds, 10_000)):
+        for field, value, most in (("--nodes", self.nodes, MOST_NODES), ("--rounds", self.rounds, 10_000)):
             if not 1 <= value <= most:
                 raise TDPFedError(f"{field}: {value} given, must be at least 1 and at most {most}")
         if self.node_config and self.app is None:
@@ -64,15 +64,15 @@ class Demo:
 
     @property
     def settings(self) -> list[str]:
-        """What is set on top of the preset ``digits``."""
-        few = [f"run.rounds={self.rounds}", f"run.evaluate_every={self.rounds}", f"algorithm.name={self.algorithm}"]
-        dealt = [f"data.clients={self.nodes}", f"data.per_client={max(2, -(-CLASSES // self.nodes))}"]
-        return [*few, *dealt, *self.overrides]
+        """The settings that override the preset ``digits``."""
+        short = [f"run.rounds={self.rounds}", f"run.evaluate_every={self.rounds}", f"algorithm.name={self.algorithm}"]
+        partition = [f"data.clients={self.nodes}", f"data.per_client={max(2, -(-CLASSES // self.nodes))}"]
+        return [*short, *partition, *self.overrides]
 
     @property
     def same(self) -> str:
-        """The command that is the same experiment in simulation, with the arithmetic of nodes: client after client."""
-        settings = [*(setting for setting in self.settings if not _own_key(setting)), "run.runner=loop"]
+        """The command that runs the same experiment in simulation, with the arithmetic of nodes: one by one."""
+        settings = [*(setting for setting in self.settings if not _is_flower_key(setting)), "run.runner=loop"]
         return shlex.join(["tdpfed", "run", "digits", *(part for text in settings for part in ("--set", text))])
 
     @property
@@ -85,7 +85,7 @@ def plan(
     out: Path | None, nodes: int | None, rounds: int | None, algorithm: str | None, overrides: Sequence[str] = (),
     app: Path | None = None, node_config: str = "", insecure: bool = False,
 ) -> Demo:  # fmt: skip
-    """Return a demo; what is not given is as the app has it, and without one as in :class:`Demo`."""
+    """Return a demo; missing values come from the app or, without one, from the defaults of :class:`Demo`."""
     own: dict[str, Any] = {}
     if app is not None:
         config, flower = _read_app(app)[1]
@@ -97,26 +97,26 @@ def plan(
     return Demo(work, **own, overrides=tuple(overrides), app=app, node_config=node_config, insecure=insecure)
 
 
-def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
-    """Run a demo to its end and return the summary; no process is left, whatever happens."""
+def run_demo(demo: Demo, notify: Notify, on_round: OnRound) -> dict[str, Any]:
+    """Run a demo to its end and return the summary; all processes are stopped, whatever happens."""
     RunFolder.check(demo.work)
     _check_overrides(demo)
-    told = [node_settings(demo, number) for number in range(demo.nodes)]
+    settings = [node_settings(demo, number) for number in range(demo.nodes)]
     with write_errors("--out", demo.work):
         app, overrides = _own_app(demo) if demo.app else _digits_app(demo)
-    own = Path.cwd() if ":" in demo.algorithm else None  # where a method of the user's own may lie
+    own = Path.cwd() if ":" in demo.algorithm else None  # where the user's own method may be
     with interruptible(), LocalFederation(demo.work, demo.nodes, demo.insecure, own) as federation:
         if demo.insecure:
-            tell("INSECURE: no TLS and no node authentication, as asked for")
+            notify("INSECURE: no TLS and no node authentication, as requested")
         federation.prepare()
-        tell(f"starting a SuperLink on {federation.address}")
+        notify(f"starting a SuperLink on {federation.address}")
         federation.start_superlink()
-        tell(f"registering and starting {demo.nodes} SuperNodes")
+        notify(f"registering and starting {demo.nodes} SuperNodes")
         federation.register()
         for number in range(demo.nodes):
-            federation.start_node(number, told[number])
+            federation.start_node(number, settings[number])
         process = federation.submit(app, overrides)
-        complaints = Complaints(federation.processes.logs, demo.nodes, tell)
+        complaints = Complaints(federation.processes.logs, demo.nodes, notify)
 
         def running() -> bool:
             complaints.look()
@@ -127,11 +127,9 @@ def run_demo(demo: Demo, tell: Tell, on_round: OnRound) -> dict[str, Any]:
 
 
 def deal(config: Config, demo: Demo) -> None:
-    """Write each node's share of the digits to a file of its own."""
+    """Write each node's share of the digits to a separate file."""
     if config.data.augment != "none":
-        raise TDPFedError(
-            f"data.augment: {config.data.augment!r} given, must be 'none': nodes draw samples as they are"
-        )
+        raise TDPFedError(f"data.augment: {config.data.augment!r} given, must be 'none': nodes do not augment samples")
     federation = federation_of(config)
     for number in range(demo.nodes):
         folder = demo.work / f"node-{number}"
@@ -141,24 +139,24 @@ def deal(config: Config, demo: Demo) -> None:
 
 
 def node_settings(demo: Demo, number: int) -> dict[str, Any]:
-    """Return what a node is told beside its number, which may stand in a value as ``{partition-id}``."""
+    """Return the configuration of a node; ``{partition-id}`` in a value is replaced by the node's number."""
     if demo.app is None:
         return {"data": str(demo.work.resolve() / f"node-{number}" / "data.npz")}
     try:
         pairs = [pair.partition("=") for pair in shlex.split(demo.node_config)]
     except ValueError as error:
-        raise TDPFedError(f"--node-config: {demo.node_config!r} given, which cannot be read ({error})") from None
+        raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs ({error})") from None
     if not all(name and equals for name, equals, _ in pairs):
-        raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs with spaces between")
+        raise TDPFedError(f"--node-config: {demo.node_config!r} given, must be key=value pairs separated by spaces")
     for name in ("partition-id", "num-partitions"):
         if name in (pair[0] for pair in pairs):
-            raise TDPFedError(f"--node-config: {name!r} given, must be left out: a demo tells each node its own")
+            raise TDPFedError(f"--node-config: {name!r} given, must be left out: a demo sets it for each node")
     return {name: value_of(text.replace("{partition-id}", str(number))) for name, _, text in pairs}
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end things as Ctrl-C does, which works in the background, too; the first one counts."""
+    """Turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt, in the background too; later signals are ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,7 +164,7 @@ def interruptible() -> Iterator[None]:
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(*_: object) -> None:
-        for number in signals:  # whatever is ended now is ended in peace
+        for number in signals:  # nothing interrupts the cleanup
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -179,7 +177,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _check_overrides(demo: Demo) -> None:
-    """Refuse settings that the demo itself makes, and those that its own app would not look at."""
+    """Reject settings that the demo makes itself, and settings that the built-in app does not use."""
     for setting in demo.overrides:
         key = setting.partition("=")[0].strip()
         if key in OPTIONS:
@@ -191,8 +189,8 @@ def _check_overrides(demo: Demo) -> None:
 
 
 def _digits_app(demo: Demo) -> tuple[Path, str]:
-    """Write the built-in app and its data, once everything has been checked; return it, and nothing to override."""
-    special = [setting for setting in demo.overrides if _own_key(setting)]
+    """Check all settings, then write the built-in app and its data; return the app and no overrides."""
+    special = [setting for setting in demo.overrides if _is_flower_key(setting)]
     values = raw_config("digits", [setting for setting in demo.settings if setting not in special])
     errors = refused(values)
     config = checked_config(values, errors)
@@ -211,14 +209,14 @@ def _digits_app(demo: Demo) -> tuple[Path, str]:
 
 
 def _read_app(app: Path) -> tuple[dict[str, Any], tuple[Config, Flower]]:
-    """Return the configuration in an app's pyproject.toml, as it stands there and checked."""
+    """Return the configuration in an app's pyproject.toml, as written there and as checked settings."""
     file = app / "pyproject.toml"
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8"))
         known = flat(project["tool"]["flwr"]["app"]["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TDPFedError(
-            f"--app: {str(app)!r} is no app with a configuration ({type(error).__name__}: {error}); "
+            f"--app: {str(app)!r} is not an app with a configuration ({type(error).__name__}: {error}); "
             "make one with tdpfed flower init DIR"
         ) from None
     try:
@@ -228,7 +226,7 @@ def _read_app(app: Path) -> tuple[dict[str, Any], tuple[Config, Flower]]:
 
 
 def _own_app(demo: Demo) -> tuple[Path, str]:
-    """Return the user's app and what a demo changes of its configuration, as Flower takes it."""
+    """Return the user's app and the changes to its configuration, in the form that Flower accepts."""
     assert demo.app is not None
     known, (config, flower) = _read_app(demo.app)
     has = {
@@ -247,26 +245,26 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
     for key in given:
         if key not in known:
             raise TDPFedError(
-                f"{OPTIONS.get(key, '--set')}: {key!r} does not stand in the app's pyproject.toml, and Flower changes "
-                "no other; write it there"
+                f"{OPTIONS.get(key, '--set')}: {key!r} is not in the app's pyproject.toml, and Flower overrides "
+                "only keys that are; add it there"
             )
     demo.work.mkdir(parents=True, exist_ok=True)
     return demo.app.resolve(), " ".join(f"{key}={_quoted(key, value)}" for key, value in given.items())
 
 
-def _own_key(setting: str) -> bool:
-    """Whether a setting is one that only deployments have."""
+def _is_flower_key(setting: str) -> bool:
+    """Return whether a setting exists only in deployments."""
     return setting.strip().startswith("flower.")
 
 
 def _quoted(key: str, value: Any) -> str:
-    """Return a value as ``flwr run --run-config`` reads it, which knows no escaped quotes."""
+    """Return a value in the form that ``flwr run --run-config`` reads, without escaped quotes."""
     text = toml_value(value) if isinstance(value, list | tuple | dict) else value
     if not isinstance(text, str):
         return toml_value(value)
     quote = '"' if '"' not in text and "\\" not in text else "'"
     if quote in text or "\n" in text:
-        raise TDPFedError(f"--set: {key!r} is {text!r}, which Flower cannot be told: it holds both kinds of quotes")
+        raise TDPFedError(f"--set: {key!r} is {text!r}, must not contain both kinds of quotes: Flower cannot read it")
     return f"{quote}{text}{quote}"
 
 
@@ -274,7 +272,7 @@ def _summary(demo: Demo, federation: LocalFederation) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = json.loads((demo.run / SUMMARY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise TDPFedError(f"{why(federation.processes.log('run'))} (logs in {demo.work / 'logs'})") from None
+        raise TDPFedError(f"{failure_of(federation.processes.log('run'))} (logs in {demo.work / 'logs'})") from None
     if demo.app is None:
         summary |= {"dataset": "digits", "model": "dnn"}
     lines = (demo.run / ROUNDS).read_text(encoding="utf-8").splitlines() if (demo.run / ROUNDS).exists() else []

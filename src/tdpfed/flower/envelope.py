@@ -1,7 +1,7 @@
-"""Our bytes inside Flower's messages: a record of plain values, and one opaque array with an encoded wire message.
+"""The contents of Flower's messages: a record of plain values, and one opaque array with an encoded wire message.
 
-Nothing of Flower's own serialisation of tensors is used, so the codecs, the gate and the byte count are those of
-:mod:`tdpfed.wire`. What Flower adds to an upload is about :data:`ENVELOPE` bytes.
+Flower's own serialization of tensors is not used, so the codecs, the validation and the byte count are those of
+:mod:`tdpfed.wire`. Flower adds about :data:`ENVELOPE` bytes to an upload.
 """
 
 import math
@@ -14,26 +14,26 @@ from tdpfed.wire import Rejected
 
 FIELDS, WIRE, METRICS = "tdpfed", "wire", "metrics"
 NUDGE = "nudge"
-"""The field of a message that asks for nothing: see :mod:`tdpfed.flower.exchange`."""
+"""The field of a message that asks for no work: see :mod:`tdpfed.flower.exchange`."""
 
 STYPE = "tdpfed.wire"
 ENVELOPE = 1024
 """Bytes that Flower's records, object headers and our metrics add to an upload; 100 more for every 5 MiB of it."""
 
 REQUESTS = 512
-"""Bytes of the requests around a reply, which the SuperLink counts as received with it."""
+"""Bytes of the requests that deliver a reply; the SuperLink counts them as received together with it."""
 
 Plain = int | float | str | bool
 
 
 def request(kind: str, node: int, fields: Mapping[str, Plain], wire: bytes | None, ttl: float) -> Message:
-    """Return a message to a node. Its id cannot be guessed, so that nobody else can answer it."""
+    """Return a message to a node. Its id cannot be guessed, so that no other node can answer it."""
     content = _content(ConfigRecord({**fields, "nonce": secrets.token_hex(16)}), wire)
     return Message(content, node, kind, ttl=ttl, group_id=str(fields.get("round", "")))
 
 
 def reply(message: Message, fields: Mapping[str, Plain], wire: bytes | None, metrics: Mapping[str, float]) -> Message:
-    """Return the answer to a message."""
+    """Return the reply to a message."""
     content = _content(ConfigRecord(dict(fields)), wire)
     content[METRICS] = MetricRecord(dict(metrics))
     return Message(content, reply_to=message)
@@ -48,7 +48,7 @@ def fields_of(message: Message) -> dict[str, Plain]:
 
 
 def wire_of(message: Message, limit: int, client: int) -> bytes:
-    """Return the encoded message inside, which may have ``limit`` bytes."""
+    """Return the encoded message inside, which may have at most ``limit`` bytes."""
     record = message.content.get(WIRE)
     if not isinstance(record, ArrayRecord) or list(record) != [WIRE]:
         raise Rejected("header", f"no record {WIRE!r} with one array", client=client)
@@ -59,7 +59,7 @@ def wire_of(message: Message, limit: int, client: int) -> bytes:
 
 
 def wire_size(message: Message) -> int:
-    """Return how many bytes the records of arrays of a message hold, whatever they are."""
+    """Return how many bytes the array records of a message hold, valid or not."""
     records = message.content.array_records.values()
     return sum(len(array.data) for record in records for array in record.values())
 

@@ -1,7 +1,7 @@
-"""A federation on one machine: a SuperLink and SuperNodes as processes of their own, on loopback.
+"""A federation on one machine: a SuperLink and SuperNodes as separate processes, on loopback.
 
-TLS and node authentication are on unless ``insecure`` asks for none. Nothing that is started here phones home, looks
-for updates or installs anything.
+TLS and node authentication are on unless ``insecure`` is set. The processes started here send no telemetry, do not
+check for updates and install nothing.
 """
 
 import os
@@ -30,12 +30,12 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
-START = 60.0
+ANSWER_WITHIN = 60.0
 """Seconds that the SuperLink may take to answer."""
 
 
 class LocalFederation:
-    """The processes of a federation below one folder; leaving the ``with`` block ends them all."""
+    """The processes of a federation and their folder; leaving the ``with`` block stops them all."""
 
     def __init__(self, work: Path, nodes: int, insecure: bool = False, own_code: Path | None = None) -> None:
         self.work, self.nodes, self.insecure, self.own_code = work.resolve(), nodes, insecure, own_code
@@ -50,16 +50,16 @@ class LocalFederation:
 
     @property
     def keys(self) -> Path:
-        """Where certificates and node keys lie."""
+        """The folder of certificates and node keys."""
         return self.work / "keys"
 
     @property
     def address(self) -> str:
-        """Where the SuperLink listens."""
+        """The address that the SuperLink listens on."""
         return f"127.0.0.1:{self.port}"
 
     def prepare(self) -> None:
-        """Make keys, and the file by which Flower's commands find the SuperLink."""
+        """Make keys, and the file in which Flower's commands look up the SuperLink."""
         if not self.insecure:
             make_keys(self.keys, self.nodes)
         home = self.work / "server" / "flwr"
@@ -69,7 +69,7 @@ class LocalFederation:
         write_file(home / "config.toml", text, field="--out")
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, with its memory on disk, and wait until it answers."""
+        """Start the SuperLink, with its database on disk, and wait until it answers."""
         secure = [
             "--ssl-ca-certfile", str(self.keys / "ca.pem"), "--ssl-certfile", str(self.keys / "server.pem"),
             "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
@@ -79,10 +79,10 @@ class LocalFederation:
             "--port", str(self.port), "--database", str(self.work / "server" / "superlink.db"),
         ]  # fmt: skip
         process = self.processes.start("superlink", command, self.environment("server"))
-        end = time.monotonic() + START
+        end = time.monotonic() + ANSWER_WITHIN
         while not self._answers():
             if process.poll() is not None or time.monotonic() > end:
-                raise TDPFedError(f"SuperLink: did not start; its last words: {self._last_words('superlink')}")
+                raise TDPFedError(f"SuperLink: did not start; end of its log: {self._log_tail('superlink')}")
             time.sleep(0.2)
 
     def register(self) -> None:
@@ -95,15 +95,17 @@ class LocalFederation:
             try:
                 done = subprocess.run(
                     command, env=self.environment("server"), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                    check=False, timeout=START,
+                    check=False, timeout=ANSWER_WITHIN,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
-                raise TDPFedError(f"SuperLink: no answer within {START:g} seconds to {shlex.join(command)}") from None
+                raise TDPFedError(
+                    f"SuperLink: no answer within {ANSWER_WITHIN:g} seconds to {shlex.join(command)}"
+                ) from None
             if done.returncode:
                 raise TDPFedError(f"SuperLink: cannot register {command[3]!r}: {done.stdout} {done.stderr}")
 
     def start_node(self, number: int, node_config: Mapping[str, Any], **changed: Path) -> None:
-        """Start the SuperNode of a client; ``key`` and ``ca`` may be other files than its own."""
+        """Start the SuperNode of a client; ``key`` and ``ca`` replace the files of its own key and authority."""
         key, authority = changed.get("key", self.keys / f"node-{number}.key"), changed.get("ca", self.keys / "ca.pem")
         secure = ["--root-certificates", str(authority), "--auth-supernode-private-key", str(key)]
         settings = {
@@ -118,13 +120,13 @@ class LocalFederation:
         self.processes.start(f"node-{number}", command, self.environment(f"node-{number}"))
 
     def submit(self, app: Path, overrides: str = "") -> "subprocess.Popen[bytes]":
-        """Start the app; the process that is returned shows its log, and ends with it."""
+        """Start the app; the returned process streams its log and ends when the app ends."""
         given = ["--run-config", overrides] if overrides else []
         command = [command_path("flwr"), "run", str(app), LINK, "--stream", *given]
         return self.processes.start("run", command, self.environment("server"))
 
     def environment(self, place: str) -> dict[str, str]:
-        """Return the environment of a process: no telemetry, a Flower folder of its own, our commands first."""
+        """Return the environment of a process: no telemetry, a separate Flower folder, this Python's commands first."""
         bin_ = str(Path(sys.executable).parent)
         own = {} if self.own_code is None else {OWN_CODE: str(self.own_code)}
         return {
@@ -142,21 +144,21 @@ class LocalFederation:
         except OSError:
             return False
 
-    def _last_words(self, name: str) -> str:
+    def _log_tail(self, name: str) -> str:
         return " ".join(self.processes.log(name).split()[-60:]) or "none"
 
 
 def command_path(name: str) -> str:
-    """Return where a command of Flower's lies: beside this Python, or on the path."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """Return the path of a Flower command: next to this Python, or on the search path."""
+    local = Path(sys.executable).parent / name
+    found = str(local) if local.exists() else shutil.which(name)
     if found is None:
         raise TDPFedError(f"{name}: not found; install Flower with pip install 'tdpfed[flower]'")
     return found
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody uses now."""
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """Keys for a trial federation: a certificate authority, the server's certificate, and a key pair for each node.
 
 Nodes trust the authority (``ca.pem``) and nothing else; the SuperLink trusts the node keys that were registered with
-it. A real federation has its certificates from its own authority and lets every node make its own key.
+it. In a real federation certificates come from its own authority, and every node makes its own key.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str] = (), days: int = 365) -> list[Path]:
-    """Write all keys and certificates into a new folder; private ones can be read by their owner alone."""
+    """Write all keys and certificates into a new folder; only their owner can read the private ones."""
     for field, value, most in (("--nodes", nodes, 10_000), ("--days", days, 3650)):
         if not 1 <= value <= most:
             raise TDPFedError(f"{field}: {value} given, must be at least 1 and at most {most}")
@@ -82,7 +82,7 @@ def _authority_and_server(names: list[x509.GeneralName], days: int) -> dict[str,
 
 
 def _names(hosts: Sequence[str]) -> list[x509.GeneralName]:
-    """Return hosts as names of a certificate: addresses are addresses, the rest must look like host names."""
+    """Return hosts as names of a certificate: IP addresses, or else valid host names."""
     names: list[x509.GeneralName] = []
     for host in dict.fromkeys(hosts):
         try:

@@ -1,7 +1,8 @@
-"""What a node does with a message: introduce itself, train a round, evaluate. No Flower here, only bytes and values.
+"""How a node handles a message: it introduces itself, trains a round or evaluates. Independent of Flower.
 
-Every message starts a process of its own, so nothing heavy is imported that one round does not need: gradients are
-plain autograd, the same numbers without ``torch.func``, whose first use costs more than a round of a small model.
+Every message starts a new process, so modules that a single round does not need are not imported: gradients come from
+plain autograd, with the same numbers as ``torch.func``, because the first use of ``torch.func`` takes longer than a
+round of a small model.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,24 +29,24 @@ from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
 from tdpfed.server.round import diverged, initial_state
 from tdpfed.wire import Expected, Layouts, decode, encode, encoded_size, validate
 
-AT_ONCE = 1024
+EVALUATION_BATCH = 1024
 """Samples in one forward pass of an evaluation."""
 
 Metrics = dict[str, float]
 Fields = Mapping[str, Any]
 Wire = Callable[[int], bytes]
-"""From the most bytes that a message may have to its bytes."""
+"""Returns the bytes of a message, given the most bytes it may have."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What server and nodes both make of the configuration: the same start on every machine."""
+    """What server and nodes both build from the configuration: the same initial state on every machine."""
 
     config: Config
     objective: Objective
     algorithm: Algorithm
     server: State  # before round 1
-    start: Tensor  # (P,) the model both sides know before round 1
+    start: Tensor  # (P,) the initial model, known to both sides
 
     @classmethod
     def of(cls, task: Task, config: Config, nodes: int, device: torch.device) -> "Side":
@@ -56,16 +57,16 @@ class Side:
         return cls(config, objective, algorithm, *initial_state(algorithm, objective.initial(), config.run.seed))
 
     def turn(self, round_: int, client: int) -> Turn:
-        """Return the place of a client's draws."""
+        """Return the turn that determines a client's random draws."""
         return Turn(self.config.run.seed, round_, torch.tensor(client, device=self.start.device))
 
     def broadcast(self, server: State, round_: int, client: int) -> State:
-        """Return what goes down to a client that is to train."""
+        """Return what the server sends to a client that trains."""
         return self.algorithm.broadcast(server, self.turn(round_, client))
 
     def shipped(self, server: State) -> tuple[State, Layouts]:
-        """Return what goes down to clients that are to evaluate: the server's state where all of it may travel."""
-        if self._state_travels:
+        """Return what the server sends to clients that evaluate: its state if it may send all of it, or its model."""
+        if self._sends_state:
             layouts = layouts_of(self.algorithm.down())
             return server, {name: layouts[name] for name in server}
         shipped = self.algorithm.global_model(server)
@@ -74,16 +75,16 @@ class Side:
 
     def global_model(self, received: State) -> Tensor:
         """Return the global model from what :meth:`shipped` sent."""
-        model = self.algorithm.global_model(received) if self._state_travels else received["w"]
+        model = self.algorithm.global_model(received) if self._sends_state else received["w"]
         assert model is not None
         return model
 
     @property
-    def _state_travels(self) -> bool:
+    def _sends_state(self) -> bool:
         return self.server.keys() <= self.algorithm.down().keys()
 
     def expected(self, state: State, layouts: Layouts, round_: int, client: int) -> tuple[Expected, int]:
-        """Return what a client expects where ``state`` was sent, and how many bytes that has."""
+        """Return the message that a client expects when ``state`` was sent, and its size in bytes."""
         lengths = {name: value.shape[-1] for name, value in state.items()}
         size = encoded_size(lengths, layouts, "float32", kind="down", round_=round_, client=client, samples=0)
         return Expected(
@@ -102,7 +103,7 @@ class Node:
 
     @cached_property
     def side(self) -> Side:
-        """The common start; and as many threads as the model can use."""
+        """The common initial state; building it also sets the number of threads."""
         made = Side.of(self.task, self.config, self.flower.nodes, self.device)
         threads = self.config.run.threads
         torch.set_num_threads(threads_for(made.objective.layout.size) if threads == "auto" else threads)
@@ -114,7 +115,7 @@ class Node:
         return data_of(self.task, self.node_config, self.device)
 
     def hello(self) -> dict[str, int | str]:
-        """Say who this is: the server fixes the number of samples for the run."""
+        """Return who this node is; the server keeps the number of samples for the whole run."""
         self._check_model()
         return {
             "client": self.client,
@@ -125,7 +126,7 @@ class Node:
         }
 
     def _check_model(self) -> None:
-        """Try the model on two samples, so that what does not fit is told before any round."""
+        """Try the model on two samples, so that errors are reported before the first round."""
         data, objective = self.data, self.side.objective
         try:
             outputs = objective.outputs(self.side.start, data.x[:2])
@@ -141,7 +142,7 @@ class Node:
         ):
             raise TDPFedError(
                 f"task.load: labels from {labels.min()} to {labels.max()} with outputs of shape {tuple(outputs.shape)} "
-                "for two samples, must be class numbers below the number of outputs"
+                "for two samples, must be class numbers smaller than the number of outputs"
             )
 
     def train(self, fields: Fields, wire: Wire) -> tuple[bytes | None, Metrics]:
@@ -173,7 +174,7 @@ class Node:
         ), found  # fmt: skip
 
     def evaluate(self, fields: Fields, wire: Wire) -> Metrics:
-        """Score this client's personalised model and the global one on its own test samples."""
+        """Evaluate this client's personalized model and the global model on its own test samples."""
         round_, side = _count(fields, "round"), self.side
         kept = self._store(fields).upto(round_)
         private = side.algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
@@ -188,12 +189,12 @@ class Node:
         return PrivateStore(folder, starts_of(fields.get("starts")))
 
     def _received(self, wire: Wire, sent: State, layouts: Layouts, round_: int) -> State:
-        """Return what came down, which must have the form of ``sent``."""
+        """Return the state that the server sent, which must have the form of ``sent``."""
         expected, size = self.side.expected(sent, layouts, round_, self.client)
         return _on(validate(decode(wire(size), size), expected), self.device)
 
     def _batches(self, turn: Turn) -> Callable[[int], Batch]:
-        """Return the minibatches of a turn: the simulator's draws on this node's own samples."""
+        """Return the minibatches of a turn: the same draws as in simulation, from this node's own samples."""
         data, algorithm = self.data, self.side.algorithm
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
 
@@ -209,15 +210,15 @@ class Node:
         return batch
 
     def _score(self, name: str, theta: Tensor) -> Metrics:
-        """Return right answers and summed loss on the test samples."""
-        objective, right, lost = self.side.objective, 0, 0.0
+        """Return the number of correct predictions and the summed loss on the test samples."""
+        objective, correct, loss = self.side.objective, 0, 0.0
         with torch.no_grad():
-            pairs = zip(self.data.x_test.split(AT_ONCE), self.data.y_test.split(AT_ONCE), strict=True)
+            pairs = zip(self.data.x_test.split(EVALUATION_BATCH), self.data.y_test.split(EVALUATION_BATCH), strict=True)
             for x, y in pairs if len(self.data.y_test) else ():
                 outputs = objective.outputs(theta, x)
-                right += int((outputs.argmax(-1) == y).sum())
-                lost += float(objective.loss(outputs, y).double()) * len(y)
-        return {f"{name}_correct": right, f"{name}_loss": lost}
+                correct += int((outputs.argmax(-1) == y).sum())
+                loss += float(objective.loss(outputs, y).double()) * len(y)
+        return {f"{name}_correct": correct, f"{name}_loss": loss}
 
 
 def _count(fields: Fields, name: str) -> int:
@@ -228,5 +229,5 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def _on(state: State, device: torch.device) -> State:
-    """Return copies: what torch allocates is aligned, on which the last bit of a product may depend."""
+    """Return copies in memory that torch aligns: the last bit of a product may depend on the alignment."""
     return {name: value.to(device, copy=True) for name, value in state.items()}

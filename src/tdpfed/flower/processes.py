@@ -1,8 +1,8 @@
-"""Child processes that do not outlive us: their output in files, and an end for all of them whatever happens.
+"""Child processes that do not outlive their parent: they log to files, and all are stopped whatever happens.
 
-Flower's processes start others, some of them in sessions of their own. All inherit a mark in their environment, by
-which those that stay behind are found (on Linux; elsewhere Flower's own watch on parents has to do). Where we are
-killed and can end nobody, Linux ends those we started, and that watch the rest.
+Flower's processes start others, some of them in separate sessions. All inherit a mark in their environment, by which
+processes left behind are found (on Linux; elsewhere Flower's own check for a dead parent has to suffice). If this
+process is killed, Linux kills its direct children, and Flower's check ends the rest.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from typing import Self
 from tdpfed.errors import TDPFedError
 
 MARK = "TDPFED_FEDERATION"
-LEASH = (
+DIE_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""Becomes another program that gets SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG)."""
+"""Runs a program that gets SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG)."""
 
 
 class Processes:
-    """The processes of one federation; leaving the ``with`` block ends them."""
+    """The processes of one federation; leaving the ``with`` block stops them."""
 
     def __init__(self, logs: Path, patience: float = 8.0) -> None:
         self.logs, self.patience, self.mark = logs, patience, secrets.token_hex(12)
@@ -47,26 +47,26 @@ class Processes:
             raise
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a process whose output goes to ``NAME.log``; one of that name must not run."""
+        """Start a process that writes to ``NAME.log``; no process of that name may be running."""
         if name in self.running and self.running[name].poll() is None:
-            raise TDPFedError(f"process: {name!r} runs already")
+            raise TDPFedError(f"process: {name!r} is already running")
         self.logs.mkdir(parents=True, exist_ok=True)
-        leash = [sys.executable, "-ISc", LEASH, str(os.getpid())] if sys.platform == "linux" else []
+        wrapper = [sys.executable, "-ISc", DIE_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
         with (self.logs / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [*leash, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                [*wrapper, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 env={**env, MARK: self.mark},
             )  # fmt: skip
         return self.running[name]
 
     def log(self, name: str) -> str:
-        """Return what a process has said."""
+        """Return the output of a process."""
         with contextlib.suppress(OSError):
             return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         return ""
 
     def end(self, name: str, how: signal.Signals = signal.SIGTERM) -> None:
-        """End one process by a signal, and wait for it."""
+        """Stop one process by a signal, and wait for it."""
         process = self.running.pop(name)
         _signal(process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -76,26 +76,26 @@ class Processes:
             process.wait()
 
     def stop(self) -> None:
-        """End all processes, politely first, and whatever they have started."""
+        """Stop all processes and their descendants: first by SIGTERM, then by SIGKILL."""
         for how, patience in ((signal.SIGTERM, self.patience), (signal.SIGKILL, 2.0)):
-            end, told = time.monotonic() + patience, set[int]()
+            end, signaled = time.monotonic() + patience, set[int]()
             while (alive := self.alive()) and time.monotonic() < end:
-                for pid in alive:  # those that were started meanwhile, too
-                    if pid not in told:
+                for pid in alive:  # including those started in the meantime
+                    if pid not in signaled:
                         _signal(pid, how)
-                told.update(alive)
+                signaled.update(alive)
                 time.sleep(0.1)
         for process in self.running.values():
             process.wait()
 
     def alive(self) -> list[int]:
-        """Return the processes that carry our mark, those that were started here among them."""
+        """Return the running processes that were started here or carry the mark."""
         started = [process.pid for process in self.running.values() if process.poll() is None]
         return sorted({*started, *marked(self.mark)})
 
 
 def marked(mark: str) -> list[int]:
-    """Return the processes with a mark in their environment, but for those that are only waited for."""
+    """Return the processes with a mark in their environment, except zombies."""
     wanted, found = f"{MARK}={mark}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The server half of an app: a run folder, a checkpoint to resume from, and rounds until the end."""
+"""The server half of an app: it opens the run folder, resumes from a checkpoint if there is one, and runs rounds."""
 
 import fcntl
 import json
@@ -37,16 +37,16 @@ from tdpfed.server.records import Record, due
 SESSION = "flower.json"
 ROUNDS = "rounds.jsonl"
 GLOBAL = "global.safetensors"
-MOST = 8
-"""Keys that are named where two configurations differ."""
+MOST_KEYS = 8
+"""Most keys that are listed where two configurations differ."""
 
-ALONE = 20.0
-"""Seconds to wait for the run folder: a server app whose SuperLink was killed takes a moment to end."""
+LOCK_WAIT = 20.0
+"""Seconds to wait for the run folder: after its SuperLink is killed, a server app takes a moment to end."""
 
 log = logging.getLogger("flwr")
 
-NOBODY = Store({}, 0, "ram")
-"""The rows of a checkpoint here: clients keep theirs to themselves."""
+NO_CLIENTS = Store({}, 0, "ram")
+"""The client rows of a checkpoint: none, because clients keep their own state."""
 
 
 def server_app(task: Task) -> ServerApp:
@@ -59,7 +59,7 @@ def server_app(task: Task) -> ServerApp:
             run_server(task, grid, context.run_config)
         except TDPFedError as error:
             log.error("tdpfed: %s", " ".join(str(error).split()))
-            raise error.with_traceback(None) from None  # Flower shows it after our line, and where it was is no help
+            raise error.with_traceback(None) from None  # Flower logs it too; a traceback adds nothing
 
     return app
 
@@ -68,8 +68,8 @@ def run_server(task: Task, grid: Grid, run_config: Mapping[str, Any]) -> dict[st
     """Run a federation to its end, from the start or from the newest checkpoint in its folder."""
     config, flower = read_settings(run_config)
     if flower.insecure:
-        log.warning("tdpfed: INSECURE: no TLS, no node authentication; anybody may join, read and change messages")
-    with _alone(Path(flower.out).expanduser()) as path:
+        log.warning("tdpfed: INSECURE: no TLS, no node authentication; anyone can join, read and change messages")
+    with _locked_folder(Path(flower.out).expanduser()) as path:
         server = _Server(task, config, flower, path)
         try:
             server.run(Exchange(grid))
@@ -80,16 +80,16 @@ def run_server(task: Task, grid: Grid, run_config: Mapping[str, Any]) -> dict[st
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[Path]:
-    """Make the run folder, and be the only one that writes to it; the folder itself is the lock."""
+def _locked_folder(path: Path) -> Iterator[Path]:
+    """Create the run folder and hold an exclusive lock on it; the folder itself is the lock."""
     with write_errors("flower.out", path):
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
     try:
-        end = time.monotonic() + ALONE
+        end = time.monotonic() + LOCK_WAIT
         while not _lock(descriptor):
             if time.monotonic() > end:
-                raise TDPFedError(f"flower.out: another server app runs in {str(path)!r}; give another folder")
+                raise TDPFedError(f"flower.out: another server app is running in {str(path)!r}; give another folder")
             time.sleep(0.2)
         yield path
     finally:
@@ -105,7 +105,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Server:
-    """A run on the server's disk, and the strategy that advances it."""
+    """A run folder on the server, and the strategy that advances the run."""
 
     def __init__(self, task: Task, config: Config, flower: Flower, path: Path) -> None:
         torch.set_num_threads(1 if config.run.threads == "auto" else config.run.threads)
@@ -113,14 +113,14 @@ class _Server:
         side = Side.of(task, config, flower.nodes, torch.device("cpu"))
         self.config, self.path = config, path
         self.journal = Journal(config, self._open())
-        run, starts = self._known(flower.nodes)
+        run, starts = self._session(flower.nodes)
         self.strategy = Strategy(side, flower, run, starts, lambda text: log.info("tdpfed: %s", text))
         self._resume()
         known = {"run": run, "starts": self.strategy.starts, "nodes": flower.nodes, "folder": str(path.resolve())}
         self.journal.folder.write(SESSION, json.dumps(known) + "\n")
 
     def _open(self) -> RunFolder:
-        """Return the folder, a new one or that of a run with the same configuration."""
+        """Return a new run folder, or the existing one of a run with the same configuration."""
         if not (self.path / CONFIG).exists():
             return RunFolder.create(self.path, to_toml(self.config))
         folder, before = RunFolder.open(self.path)
@@ -130,21 +130,21 @@ class _Server:
             raise TDPFedError(f"flower.out: {str(self.path / CONFIG)!r} is damaged ({error})") from None
         return folder
 
-    def _known(self, nodes: int) -> tuple[str, list[int]]:
-        """Return the name by which nodes know the run, and the rounds from which its sessions started."""
+    def _session(self, nodes: int) -> tuple[str, list[int]]:
+        """Return the run's identifier on the nodes, and the rounds after which its sessions started."""
         session = str(self.path / SESSION)
         try:
             known = json.loads((self.path / SESSION).read_text(encoding="utf-8"))
-            run, starts, had = str(known["run"]), [*map(int, known["starts"]), 0], int(known["nodes"])
+            run, starts, before = str(known["run"]), [*map(int, known["starts"]), 0], int(known["nodes"])
         except FileNotFoundError:
             if self.journal.checkpoints.rounds():
-                raise TDPFedError(f"flower.out: {session!r} is missing, by which nodes know the run") from None
-            return secrets.token_hex(8), [0]  # new, or killed before it began
+                raise TDPFedError(f"flower.out: {session!r} is missing, which identifies the run") from None
+            return secrets.token_hex(8), [0]  # new, or killed before its first round
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TDPFedError(f"flower.out: {session!r} is damaged ({error})") from None
-        if had != nodes:
+        if before != nodes:
             raise TDPFedError(
-                f"flower.nodes: {nodes} given, must be {had} as in the run that flower.out {str(self.path)!r} holds"
+                f"flower.nodes: {nodes} given, must be {before} as in the run in flower.out {str(self.path)!r}"
             )
         return run, starts
 
@@ -163,8 +163,8 @@ class _Server:
             log.info("tdpfed: resuming from round %d", snapshot.round)
         if self.strategy.round >= self.config.run.rounds:
             raise TDPFedError(
-                f"flower.out: the run in {str(self.path)!r} has its {self.strategy.round} rounds; "
-                "give another folder, or more run.rounds"
+                f"flower.out: the run in {str(self.path)!r} has already completed {self.strategy.round} rounds; "
+                "give another folder, or increase run.rounds"
             )
         self.journal.rewind(self.strategy.round, ROUNDS)
 
@@ -177,7 +177,7 @@ class _Server:
             number = strategy.round + 1
             evaluated = due(number, self.config.run.evaluate_every, number == last)
             if not self.config.checkpoint.every:
-                strategy.settled = strategy.round  # there is nothing to fall back to
+                strategy.settled = strategy.round  # there is no checkpoint to resume from
             result = strategy.step(exchange, evaluated)
             seconds = time.perf_counter() - began
             self.journal.after_round(
@@ -193,11 +193,11 @@ class _Server:
     def _save(self) -> None:
         meta = {"algorithm": self.config.method_name, "seed": self.config.run.seed, **self.strategy.state()}
         checkpoints = self.journal.checkpoints
-        checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NOBODY, meta), None)
+        checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NO_CLIENTS, meta), None)
         self.strategy.settled = min(checkpoints.rounds(), default=0)
 
     def _record(self, exchange: Exchange, result: RoundResult) -> Record:
-        """Evaluate the models after the round that was just run."""
+        """Evaluate the models after the latest round."""
         strategy, losses = self.strategy, [m["loss"] for m in result.metrics.values() if "loss" in m]
         scores = strategy.evaluate(exchange)
 
@@ -228,7 +228,7 @@ class _Server:
         )
 
     def _note(self, result: RoundResult, train: float, whole: float, own: float) -> None:
-        """Add a line on the round: who was lost and why, bytes, and where the time went."""
+        """Log the round: clients lost and why, bytes, and how the time was spent."""
         clients = [found["seconds"] for found in result.metrics.values() if "seconds" in found]
         line = {
             "round": self.strategy.round, "replies": len(result.metrics), "uplink_bytes": result.uplink,
@@ -240,7 +240,7 @@ class _Server:
         self.journal.folder.append_lines(ROUNDS, [line])
 
     def end(self, error: BaseException | None = None) -> dict[str, Any]:
-        """Write the global model and the summary of a run that is complete, or that ``error`` has stopped."""
+        """Write the global model and the summary of a run that has finished or was stopped by ``error``."""
         strategy, side = self.strategy, self.strategy.side
         shipped = side.algorithm.global_model(strategy.server)
         if shipped is not None:
@@ -264,13 +264,13 @@ class _Server:
 
 
 def _check_same(before: Config, now: Config, path: Path) -> None:
-    """Refuse to go on with a run under another configuration; it may be made longer."""
+    """Reject resuming a run with another configuration; only ``run.rounds`` may differ."""
     old, new = flat(before.as_dict()), flat(now.as_dict())
     other = [key for key in sorted(old.keys() | new.keys()) if key != "run.rounds" and old.get(key) != new.get(key)]
     if not other:
         return
-    told = "; ".join(f"{key}: {new.get(key)!r} given, must be {old.get(key)!r}" for key in other[:MOST])
-    more = f"; and {len(other) - MOST} more" if len(other) > MOST else ""
+    differences = "; ".join(f"{key}: {new.get(key)!r} given, must be {old.get(key)!r}" for key in other[:MOST_KEYS])
+    more = f"; and {len(other) - MOST_KEYS} more" if len(other) > MOST_KEYS else ""
     raise TDPFedError(
-        f"{told}{more}, as in the run that flower.out {str(path)!r} holds; give another folder for another run"
+        f"{differences}{more}, as in the run in flower.out {str(path)!r}; give another folder for another run"
     )

@@ -1,7 +1,7 @@
-"""From Flower's run configuration to ours: the keys of a simulation's TOML, and a section for deployments alone.
+"""Read Flower's run configuration: the keys of a simulation's TOML, and a section that only deployments have.
 
 Flower keeps a flat dict of single values, ``{"run.rounds": 3}``; lists and tables are given as text, ``'["a", "b"]'``.
-What a simulation can be asked for but a deployment cannot keep is refused here, with the reason.
+Settings that a simulation supports but a deployment does not are refused here, with the reason.
 """
 
 import os
@@ -20,27 +20,27 @@ from tdpfed.errors import TDPFedError, each, raise_all, wrong
 from tdpfed.server.robust import Rule
 
 OWN_CODE = "TDPFED_OWN_CODE"
-"""The environment variable with a folder in which a method of the user's own is found, after what is installed."""
+"""The environment variable with a folder that is searched for the user's own method, after installed packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flower(Section):
-    """What only a deployment has."""
+    """The settings that only deployments have."""
 
-    nodes: int = setting(2, "clients of the federation: partition-id 0 to nodes - 1", least=1, most=10**6)
+    nodes: int = setting(2, "number of clients: partition-id 0 to nodes - 1", least=1, most=10**6)
     wait: float = setting(
-        600.0, "seconds to wait for all nodes at the start, and for those a round cannot do without", above=0
+        600.0, "seconds to wait for all nodes at the start, and for enough nodes before each round", above=0
     )
-    deadline: float = setting(600.0, "seconds a round waits for replies", above=0)
+    deadline: float = setting(600.0, "seconds that a round waits for replies", above=0)
     max_samples: int = setting(
-        100_000, "most samples that a node may say it has: they are its weight", least=1, below=2**40
+        100_000, "most samples that a node may report: they are its weight in the average", least=1, below=2**40
     )
     samples: tuple[int, ...] | None = setting(
-        None, "training samples of each client, where the operator knows them; a node must say the same", least=1
+        None, "training samples of each client, if the operator knows them; a node must report the same number", least=1
     )
-    out: str = setting("runs/flower", "run folder on the server; one that was begun is gone on with")
-    insecure: bool = setting(False, "the federation has no TLS and no node authentication: for trials")
-    secure_aggregation: bool = setting(False, "not available: says why")
+    out: str = setting("runs/flower", "run folder on the server; a run already in it is resumed")
+    insecure: bool = setting(False, "run without TLS and node authentication: for trials only")
+    secure_aggregation: bool = setting(False, "not available; setting it reports the reason")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,15 +53,15 @@ class Flower(Section):
 NEEDS_TASK = "comes from the app's task.py in a deployment, must be left out"
 
 REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("participation.dropout", 0.0, "0: real nodes are lost by themselves"),
-    ("robust.attack", None, "left out: attackers are for simulation"),
-    ("run.precision", "float32", "'float32': nodes compute in it"),
-    ("run.diagnostics_every", 0, "0: the server does not see what they are made of"),
+    ("participation.dropout", 0.0, "0: real nodes drop out on their own"),
+    ("robust.attack", None, "left out: attacks exist only in simulation"),
+    ("run.precision", "float32", "'float32': nodes compute in this precision"),
+    ("run.diagnostics_every", 0, "0: the server does not have the values they need"),
     ("run.seeds", 1, "1: a deployment is one run"),
-    ("run.evaluate_clients", None, "left out: all nodes that are there evaluate"),
+    ("run.evaluate_clients", None, "left out: all connected nodes evaluate"),
     ("engine.state", "auto", "left out: every node keeps its own state, under its state-dir"),
     *(
-        (f"privacy.{item.name}", default_of(item), "left out: every node knows the seed, and with it the noise")
+        (f"privacy.{item.name}", default_of(item), "left out: every node knows the seed and therefore the noise")
         for item in settings_of(Privacy)
     ),
 )
@@ -99,42 +99,42 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
 
 
 def refused(values: dict[str, Any]) -> list[TDPFedError]:
-    """Take what a deployment cannot keep out of the values, and return an error for each of them."""
+    """Remove settings that a deployment does not support from ``values``, and return an error for each of them."""
     errors = []
-    for key, allowed, why in REFUSED:
+    for key, allowed, must_be in REFUSED:
         section, _, name = key.partition(".")
         table = values.get(section)
         given = table.pop(name, allowed) if isinstance(table, dict) else allowed
         if given != allowed:
-            errors.append(wrong(key, given, why))
+            errors.append(wrong(key, given, must_be))
     return errors
 
 
 def rule_of(config: Config) -> Rule:
-    """Return how the server averages."""
+    """Return the server's averaging rule."""
     return config.robust.rule
 
 
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
-    """Return settings, but data and model, as tables of Flower's run configuration: ``read_settings`` reversed."""
+    """Return all settings except data and model as tables of Flower's run configuration; inverts ``read_settings``."""
     tables = {name: table for name, table in config.as_dict().items() if name not in ("data", "model")}
     tables["flower"] = plain(flower)
     return {section: {k: v for k, v in table.items() if v is not None} for section, table in tables.items()}
 
 
 def _secure_aggregation(config: Config, flower: Flower) -> list[TDPFedError]:
-    """Return why there is no secure aggregation, where it is asked for."""
+    """Return the reason why secure aggregation is not available, if it is requested."""
     if not flower.secure_aggregation:
         return []
     rule, method = rule_of(config), config.make_algorithm()
     if rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
-        why = "robust rules look at each client's upload, and under secure aggregation the server sees only the sum"
+        why = "robust rules need each client's upload, and under secure aggregation the server sees only the sum"
     elif not method.summable:
         why = f"{method.name!r} as configured needs more than the sum of the uploads, which is all the server would see"
     else:
         why = (
             "the average would fit, but Flower's SecAgg+ works only with its older client and strategy interface, "
-            "lets a client scale its own vector by a weight that nobody checks and bypasses the gate"
+            "lets a client scale its own vector by an unchecked weight and bypasses the validation of uploads"
         )
     return [wrong("flower.secure_aggregation", True, f"False: {why} (docs/deployment.md)")]
 

@@ -1,4 +1,4 @@
-"""What a user brings: a model, and each node's own data. A module with the functions ``model`` and ``load`` will do."""
+"""What the user provides: a model and each node's data, such as a module with the functions ``model`` and ``load``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Values = Tensor | NDArray[Any]
 
 
 class Samples(NamedTuple):
-    """The data of one node, scaled as the model wants them; the test part may be empty."""
+    """The data of one node, scaled as the model expects; the test part may be empty."""
 
     x_train: Values  # (n, ...) floating
     y_train: Values  # (n,) class numbers
@@ -26,10 +26,10 @@ class Samples(NamedTuple):
 
 
 class Task(Protocol):
-    """A model, and how a node finds its data; ``loss(outputs, targets)`` may be there too."""
+    """A model, and how a node loads its data; a function ``loss(outputs, targets)`` is optional."""
 
     def model(self) -> nn.Module:
-        """Return a new model; drawn under the run's seed, so that it is the same on every machine."""
+        """Return a new model; it is called with the run's seed, so that the model is the same on every machine."""
 
     def load(self, node_config: Mapping[str, Any]) -> tuple[Values, Values, Values, Values]:
         """Return a node's samples: x_train, y_train, x_test, y_test."""
@@ -83,12 +83,12 @@ def data_of(task: Task, node_config: Mapping[str, Any], device: torch.device) ->
 
 
 def client_id(node_config: Mapping[str, Any], nodes: int) -> int:
-    """Return which client a node is."""
+    """Return the client number of a node."""
     given = node_config.get("partition-id")
     if type(given) is not int or not 0 <= given < nodes:
         raise TDPFedError(
             f"partition-id: {given!r} in the node's configuration, must be a whole number from 0 to {nodes - 1}, "
-            "another for each node (flower-supernode --node-config 'partition-id=0')"
+            "different for each node (flower-supernode --node-config 'partition-id=0')"
         )
     return given
 

@@ -75,7 +75,7 @@ class ServerRound:
 
     def no_uploads(self, server: State, turn: Turn) -> tuple[State, Turn]:
         """Return the empty uploads of a round without participants, and its turn."""
-        like = next(iter(server.values()))
+        like = next(iter(server.values()), torch.zeros(0))
         none = {name: like.new_zeros(0, size) for name, size in lengths_of(self.algorithm.up()).items()}
         return none, Turn(turn.seed, turn.round, turn.clients[:0])
 
