@@ -15,7 +15,7 @@ from torch import Tensor
 from tdpfed.core import optim
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import State, Turn
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import wrong
 
 Batch = tuple[Tensor, Tensor]
 Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
@@ -156,6 +156,13 @@ class LocalWork(ABC):
     def _steps(self, first: int, steps: int | None) -> range:
         """Return the minibatches that ``descend`` uses."""
         count = self.tau if steps is None else steps
-        if first < 0 or count < 1:
-            raise TDPFedError(f"descend: first {first} and steps {count} given, must be at least 0 and 1")
+        check_steps(count)
+        if first < 0:
+            raise wrong("first", first, "at least 0")
         return range(first, first + count)
+
+
+def check_steps(steps: int) -> None:
+    """Refuse to take no step: there would be no loss to report."""
+    if steps < 1:
+        raise wrong("steps", steps, "at least 1")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan
+from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan, check_steps
 from tdpfed.core.state import State, Turn
 
 
@@ -56,6 +56,7 @@ class PlainLocal(LocalWork):
         steps: int = 1,
     ) -> Near:
         """Take Nesterov steps, plain gradient steps at momentum 0."""
+        check_steps(steps)
         velocity: Tensor | None = None
         for _ in range(steps):
             g, loss = self.gradient(theta, batch)

@@ -91,7 +91,9 @@ def attack(
     hostile: State = {}
     for number, (name, values) in enumerate(uploads.items()):
         draw = partial(key, turn.seed, Stream.ATTACK, turn.round, turn.clients[rows, None], number)
-        if kind == "gauge":
+        if kind == "gauge" and name != "factors" and len(uploads) > 1:
+            bad = values[rows]  # only factors have a gauge
+        elif kind == "gauge":
             bad = regauged(values[rows], _factorized(plan, values), draw, strength or DEFAULT_STRENGTH[kind])
         else:
             sent = broadcast[name].expand_as(values)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan
+from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_steps
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.factors import FastFactors
@@ -55,6 +55,7 @@ class FastLocal(LocalWork):
         steps: int = 1,
     ) -> Near:
         """Take Nesterov steps; at momentum 0 these are plain gradient steps."""
+        check_steps(steps)
         self._used.add("plain steps" if steps > 1 and momentum == 0 else "proximal")
         return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps)
 
