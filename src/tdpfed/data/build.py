@@ -1,4 +1,4 @@
-"""From plain options to a federation: load, deal, bound, split, normalize."""
+"""Build a federation from plain options: load, partition, limit sizes, split, normalize."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,14 +37,14 @@ def make_federation(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Federation:
-    """Load a data set and deal it to clients.
+    """Load a data set and distribute its samples to clients.
 
-    ``partition`` defaults to natural where the data have natural clients and to classes elsewhere; ``clients`` to 20,
-    or all natural ones. ``per_client`` is for classes and classes-in-turn, ``alpha`` for dirichlet, ``size_skew`` for
-    iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each
-    client's samples, "official" those of the data set's own test part; the latter is the default for a file of your
-    own that has a ``test_mask``. ``augment`` changes training images as they are drawn. ``options`` go to the data
-    set's loader.
+    ``partition`` defaults to natural if the data have natural clients and to classes otherwise; ``clients`` defaults to
+    20, or to all natural clients. ``per_client`` applies to classes and classes-in-turn, ``alpha`` to dirichlet,
+    ``size_skew`` to iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out
+    ``test_fraction`` of each client's samples, "official" the samples of the data set's own test part; the latter is
+    the default for your own file with a ``test_mask``. ``augment`` changes training images when they are drawn.
+    ``options`` are passed to the data set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
@@ -96,7 +96,7 @@ def _dealt(
 
 
 def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
-    """The data's own clients: all of them, or as many as asked, drawn by the seed."""
+    """Return the data's natural clients: all of them, or the given number, drawn with the seed."""
     if data.owner is None:
         raise TDPFedError(
             f"'natural' for {data.name!r}, which has no natural clients; allowed: "
