@@ -7,6 +7,7 @@ import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed, Turn
+from tdpfed.core.objective import Gradient, Objective
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
@@ -101,6 +102,19 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(name: str) ->
     assert all(torch.equal(value, again[1][key]) for key, value in first[1].items())
     assert first[0] != other[0]
     assert not torch.equal(first[1]["private theta"], other[1]["private theta"])
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("model", small.MODELS)
+def test_the_gradient_that_tests_share_is_a_models_own(name: str, model: str) -> None:
+    """``conftest.py`` records it once for equal layers: that changes no bit of a run."""
+    shared, own = (small.train(CHUNKED[name], 0, model=model) for _ in range(2))
+    other = Objective.of(small.MODELS[model](1))
+    assert shared.objective.gradient is other.gradient
+    vars(own.objective)["gradient"] = Gradient(own.objective)
+    for run in (shared, own):
+        run.step()
+    assert small.equal(shared, own)
 
 
 def test_global_random_state_is_neither_used_nor_changed() -> None:
