@@ -1,6 +1,8 @@
 """Small models, federations and algorithm settings that the tests of the engine share."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +15,16 @@ from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
 
 SHAPE, CLASSES = (1, 6, 6), 3
+
+EVERY = [pytest.param(False, id="sample"), pytest.param(True, id="every", marks=pytest.mark.slow)]
+"""For a law that holds at every place: a sample of the places by default, all of them with ``-m slow``."""
+
+
+def places(count: int, every: bool, sample: int = 40) -> Sequence[int]:
+    """Return the numbers below ``count``, or the first, the last and some between them."""
+    if every or count <= sample:
+        return range(count)
+    return [0, *sorted(Random(count).sample(range(1, count - 1), sample - 2)), count - 1]
 
 
 def mlp(seed: int = 0) -> nn.Module:

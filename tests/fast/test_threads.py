@@ -52,12 +52,14 @@ def trained(name: str, model: str, threads: int, chunk: int | None = None) -> Si
     return small.train(METHODS[name], model=model, data=data, chunk=chunk)
 
 
+@pytest.mark.parametrize("every", small.EVERY)
 @pytest.mark.parametrize("model", small.MODELS)
 @pytest.mark.parametrize("name", METHODS)
-def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str) -> None:
+def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str, every: bool) -> None:
     whole = trained(name, model, 1)
     for threads in (1, 2, 3):
-        for chunk in (None, *range(1, CLIENTS + 1, 1 if threads == 2 else 5)):
+        for size in (-1, *small.places(CLIENTS, every and threads == 2, 5)):
+            chunk = size + 1 or None
             assert small.equal(whole, trained(name, model, threads, chunk)), (threads, chunk)
 
 

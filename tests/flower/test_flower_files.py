@@ -163,12 +163,13 @@ def test_names_that_flower_would_refuse_are_refused_first(tmp_path: Path, name: 
     ("name", "words"),
     [("class", "Python keyword"), ("Torch", "'torch' is"), ("tdpfed", "'tdpfed' is"), ("json", "'json' is")],
 )
-def test_names_that_would_hide_another_module_are_refused(tmp_path: Path, name: str, words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tdpfed", "flower", "init", name], cwd=tmp_path, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+def test_names_that_would_hide_another_module_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, ["flower", "init", name]).exception
+    assert isinstance(error, TDPFedError)
+    assert words in str(error)
     assert not list(tmp_path.iterdir())
 
 

@@ -104,6 +104,18 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(name: str) ->
     assert not torch.equal(first[1]["private theta"], other[1]["private theta"])
 
 
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("model", small.MODELS)
+def test_the_gradient_that_tests_share_is_a_models_own(name: str, model: str) -> None:
+    """``conftest.py`` records it once for equal layers: that changes no bit of a run."""
+    shared, other, own = (small.train(CHUNKED[name], 0, model=model) for _ in range(3))
+    assert shared.runner.gradient is other.runner.gradient
+    vars(own.runner)["gradient"] = RecordedGradient(own.objective)
+    for run in (shared, own):
+        run.step()
+    assert small.equal(shared, own)
+
+
 def test_global_random_state_is_neither_used_nor_changed() -> None:
     runs = []
     for seed in (1, 2):
