@@ -11,6 +11,7 @@ from tdpfed.core.state import Turn
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
+from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.server.participation import Participation
 
 CLIENTS = 11
