@@ -29,8 +29,8 @@ CAPTION = (
     "separated from the best; the means differ by no more than the sum of their standard deviations. Personalized: "
     "each client's own model after its last training (for methods without one, the global model after further training "
     "by the client). Global: the server's model. Worst decile: mean over the worst tenth of the clients. MB: all "
-    "clients together. To target: rounds and uploaded MB until the personalized accuracy first reaches the target; - if "
-    "a run never reaches it."
+    "clients together. To target: rounds and uploaded MB until the personalized accuracy first reaches the target; - "
+    "if a run never reaches it."
 )
 OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
 """Keys that have their own option."""
