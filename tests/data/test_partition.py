@@ -241,9 +241,7 @@ def test_split_official_follows_the_mark() -> None:
     marked = np.array([False, True, False, True])
     pairs = split_official([np.array([0, 1]), np.array([2, 3])], marked)
     assert [(train.tolist(), test.tolist()) for train, test in pairs] == [([0], [1]), ([2], [3])]
-    with pytest.raises(
-        TDPFedError, match="client 1: 0 training and 2 test samples"
-    ):
+    with pytest.raises(TDPFedError, match="client 1: 0 training and 2 test samples"):
         split_official([np.array([0, 2]), np.array([1, 3])], marked)
 
 
