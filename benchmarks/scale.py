@@ -80,10 +80,10 @@ def clients(population: int, rounds: int, state: str) -> dict[str, Any]:
     simulation.recorder = replace(simulation.recorder, evaluated=torch.arange(population))
     began = time.perf_counter()
     simulation.record(0.0)
-    everybody = time.perf_counter() - began
+    complete = time.perf_counter() - began
     return {
         "clients": population, "state": simulation.store.place, "seconds": seconds[1:], "save_seconds": saves[1:],
-        "save_bytes": sizes[1:], "evaluate_sample_seconds": sample, "evaluate_all_seconds": everybody,
+        "save_bytes": sizes[1:], "evaluate_sample_seconds": sample, "evaluate_all_seconds": complete,
         "resident_gib": {"data": before, "rounds": after, "all_clients_in_use": resident()},
     }  # fmt: skip
 
