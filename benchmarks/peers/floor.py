@@ -1,7 +1,7 @@
-"""Operations of a round of the MLP workload, counted: 20 clients, 23 local steps of 20 samples, a multiply-add is two.
+"""Number of operations in a round of the MLP workload: 20 clients, 23 local steps of 20 samples; a multiply-add is two.
 
-Only products count. A step on theta is forward, the gradient in the weights, and that in the hidden layer's outputs; a
-factor step, towards a matrix of any rank, and a composition are counted as in ``benchmarks/cp.py``.
+Only matrix products count. A step on theta is the forward pass and the gradients of the weights and of the hidden
+layer's outputs; a factor step, towards a matrix of any rank, and a composition are counted as in ``benchmarks/cp.py``.
 """
 
 import math

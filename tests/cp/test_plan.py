@@ -300,7 +300,7 @@ def test_decompose_is_the_fit_of_each_parameter() -> None:
 
 @pytest.mark.parametrize("compression", [0, -1.0, math.nan, math.inf, -math.inf])
 def test_bad_rates_are_refused(compression: float) -> None:
-    with pytest.raises(TDPFedError, match=f"^compression: {compression} given, must be a finite rate above 0$"):
+    with pytest.raises(TDPFedError, match=f"^compression: {compression} given"):
         FactorPlan.of({"w": (4, 4)}, compression)
 
 

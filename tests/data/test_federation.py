@@ -100,7 +100,7 @@ def test_to_changes_type_and_leaves_the_original() -> None:
     meta = fed.to("meta")
     assert meta.device.type == "meta"
     assert all(getattr(meta, f).is_meta for f in ("y", "train_start", "train_size", "test_start", "test_size"))
-    with pytest.raises(TDPFedError, match=r"dtype: torch\.int64; allowed: a floating-point type"):
+    with pytest.raises(TDPFedError, match=r"dtype: torch\.int64; allowed"):
         fed.to("cpu", torch.int64)
 
 

@@ -68,7 +68,7 @@ def test_bad_input_is_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     cases = {
-        (str(tmp_path / "folder"),): ["RUN", "must be a run folder", "config.toml", "or a folder of such"],
+        (str(tmp_path / "folder"),): ["RUN", "must be a run folder", "config.toml"],
         (str(run), str(tmp_path / "nowhere")): ["RUN", "nowhere"],
         (str(run), "--out", str(tmp_path / "folder")): ["--out", "is a folder"],
         (str(run), "--out", str(tmp_path / "file" / "page.html")): ["--out", "cannot write"],

@@ -44,9 +44,7 @@ class Run(Section):
         1, "number of runs, with consecutive seeds from run.seed; computed together on a GPU", least=1, most=1000
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", least=1)
-    evaluate_clients: int | None = setting(
-        None, "number of clients to evaluate, drawn with the seed; default: all", least=1
-    )
+    evaluate_clients: int | None = setting(None, "number of clients to evaluate, drawn with the seed", least=1)
     diagnostics_every: int = setting(0, "rounds between measurements for the paper's analysis; 0: never", least=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU if available")
     runner: RunnerName = setting("batched", "compute all clients at once, or one after another")

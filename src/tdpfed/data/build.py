@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tdpfed.data import partition as deal
+from tdpfed.data import partition as partitions
 from tdpfed.data.datasets import Dataset, load
 from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
@@ -62,21 +62,23 @@ def make_federation(
     if kind == "natural":
         parts = _natural(data, clients, seed)
     else:
-        parts = _dealt(data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed)
-    parts = deal.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
+        parts = _assigned(
+            data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed
+        )
+    parts = partitions.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
     own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
     if (split or ("official" if own_mask else "client")) == "client":
-        pairs = deal.split(parts, test_fraction, seed)
+        pairs = partitions.split(parts, test_fraction, seed)
     elif data.official_test is None:
         raise TDPFedError(
             f"'official' for {data.name!r}, which has no official test part; allowed: client", field="split"
         )
     else:
-        pairs = deal.split_official(parts, data.official_test)
+        pairs = partitions.split_official(parts, data.official_test)
     return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
 
 
-def _dealt(
+def _assigned(
     data: Dataset,
     kind: str,
     clients: int,
@@ -88,11 +90,11 @@ def _dealt(
 ) -> list[Indices]:
     skew = {} if size_skew is None else {"size_skew": size_skew}
     if kind == "iid":
-        return deal.iid(data.y, clients, seed, min_samples=min_samples, **skew)
+        return partitions.iid(data.y, clients, seed, min_samples=min_samples, **skew)
     if kind == "dirichlet":
-        return deal.dirichlet(data.y, clients, alpha, seed, min_samples)
+        return partitions.dirichlet(data.y, clients, alpha, seed, min_samples)
     in_turn = kind == "classes-in-turn"
-    return deal.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
+    return partitions.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 
 
 def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
@@ -103,12 +105,12 @@ def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
             f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}",
             field="partition",
         )
-    parts = deal.natural(data.owner)
+    parts = partitions.natural(data.owner)
     if clients is None:
         return parts
     if not 1 <= clients <= len(parts):
         raise TDPFedError(
             f"{clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}", field="clients"
         )
-    chosen = deal.generator(seed).choice(len(parts), clients, replace=False)
+    chosen = partitions.generator(seed).choice(len(parts), clients, replace=False)
     return [parts[k] for k in sorted(chosen)]

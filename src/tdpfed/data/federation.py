@@ -67,7 +67,7 @@ class Federation:
         return replace(self, x=self.x.to(device, dtype), **moved)
 
     def with_augment(self, kind: str) -> Self:
-        """Return the federation with training images mirrored at random ("flip"), or also shifted ("flip-shift")."""
+        """Return the federation with training images randomly mirrored ("flip") and shifted ("flip-shift")."""
         if kind not in AUGMENT:
             raise unknown("augment", kind, AUGMENT)
         if kind != "none" and len(self.input_shape) != 3:

@@ -34,7 +34,7 @@ def iid(
     _check(labels, clients, size_skew, min_samples)
     rng = generator(seed)
     sizes = _apportion(len(labels), _shares(rng, clients, size_skew), min_samples)
-    return _deal(rng.permutation(len(labels)), sizes)
+    return _assigned(rng.permutation(len(labels)), sizes)
 
 
 def classes(
@@ -83,7 +83,7 @@ def classes(
                 field="clients",
             )
         sizes = _apportion(len(members), _shares(rng, len(group), size_skew), least)
-        for k, part in zip(group, _deal(rng.permutation(members), sizes), strict=True):
+        for k, part in zip(group, _assigned(rng.permutation(members), sizes), strict=True):
             held[k].append(part)
     return [np.sort(np.concatenate(parts)) for parts in held]
 
@@ -95,7 +95,7 @@ def _rarest_first(rng: np.random.Generator, holders: list[list[int]]) -> Indices
 
 
 def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1) -> list[Indices]:
-    """Deal each class in proportions drawn from Dirichlet(alpha): small alpha, few classes per client.
+    """Divide each class in proportions drawn from Dirichlet(alpha); a small alpha gives few classes per client.
 
     Redraws, up to a hundred times, until every client has ``min_samples``.
     """
@@ -116,14 +116,14 @@ def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_s
             f"{poorest} got {counts.sum(0)[poorest]}; allowed: a smaller min_samples, fewer clients or a larger alpha",
             field="min_samples",
         )
-    dealt = [_deal(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
-    return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
+    by_class = [_assigned(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
+    return [np.sort(np.concatenate(parts)) for parts in zip(*by_class, strict=True)]
 
 
 def natural(owner: NDArray[Any]) -> list[Indices]:
     """Assign every sample to the client that owns it; clients are in the order of their ids."""
     client = numbered(owner)
-    return _deal(np.argsort(client, kind="stable"), np.bincount(client))
+    return _assigned(np.argsort(client, kind="stable"), np.bincount(client))
 
 
 def numbered(ids: NDArray[Any]) -> Indices:
@@ -212,5 +212,5 @@ def _apportion(total: int, shares: NDArray[np.float64], least: int) -> Indices:
     return sizes
 
 
-def _deal(order: NDArray[Any], sizes: NDArray[Any]) -> list[Indices]:
+def _assigned(order: NDArray[Any], sizes: NDArray[Any]) -> list[Indices]:
     return [np.sort(part).astype(np.int64) for part in np.split(order, np.cumsum(sizes)[:-1])]

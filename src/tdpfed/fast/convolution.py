@@ -97,7 +97,7 @@ def backward(
 def as_products(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded graph with its grouped two-dimensional convolutions replaced by matrix products."""
     graph, cols = module.graph, dict[tuple[Any, ...], fx.Node]()
-    first = _first_alike(graph)
+    first = _first_equal(graph)
 
     def patches_of(x: fx.Node, geometry: Geometry) -> fx.Node:
         """Return the node of the patches, which the forward and backward pass share."""
@@ -135,7 +135,7 @@ def _geometry(weight: fx.Node, stride: Pair, padding: Pair, dilation: Pair, grou
     return Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups, tuple(shape[2:]))
 
 
-def _first_alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map each node to the first node that applies the same operator to the same inputs."""
     seen, first = dict[str, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:

@@ -46,7 +46,7 @@ class Part(NamedTuple):
     product: fx.Node | None
 
 
-def without_idle(module: fx.GraphModule) -> fx.GraphModule:
+def without_unit_products(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded graph without products with 1, which every layer's bias produces."""
     for node in list(module.graph.nodes):
         if node.target is not aten.mul.Scalar or node.args[1] != 1:
@@ -57,7 +57,7 @@ def without_idle(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def shortened(module: fx.GraphModule) -> fx.GraphModule:
+def simplified(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded graph without views that have no effect, and with shape-dependent constants precomputed.
 
     Each operator costs a CPU one or two microseconds. A graph that writes in place is returned unchanged.

@@ -16,7 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.fast.convolution import as_products
 from tdpfed.fast.first_layer import FirstLayer, first_layer
-from tdpfed.fast.graph_rewrites import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
+from tdpfed.fast.graph_rewrites import (
+    InPlace,
+    called_directly,
+    joined_in_place,
+    simplified,
+    stepping,
+    without_unit_products,
+)
 from tdpfed.fast.optim import after_gradient
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -115,8 +122,8 @@ class Replayed:
         def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # make_fx needs this signature
             return self._function(theta, x, y)
 
-        graph = without_idle(make_fx(record)(theta, x, y))
-        return shortened(graph) if theta.device.type == "cpu" else graph
+        graph = without_unit_products(make_fx(record)(theta, x, y))
+        return simplified(graph) if theta.device.type == "cpu" else graph
 
     def _unrecorded(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with ONE_AT_A_TIME:

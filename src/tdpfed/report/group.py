@@ -16,7 +16,7 @@ from tdpfed.report.read import IN_PROGRESS, Run, Series
 from tdpfed.runs.folder import DONE
 
 SEEDS = ("run.seed", "data.seed")
-ASIDE = (
+NOT_IN_LABELS = (
     *SEEDS, "run.seeds", "run.evaluate_every", "run.diagnostics_every", "run.device", "run.runner", "run.threads",
     "run.chunk", "run.loggers", "checkpoint.every", "checkpoint.keep",
 )  # fmt: skip
@@ -179,7 +179,7 @@ def _words(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> list[
     names = [key.partition(".")[2] for key in own]
     for key in own:
         values = [_frozen(rival.get(key)) for rival in rivals]
-        if key not in ASIDE and 2 * values.count(_frozen(own[key])) <= len(values):
+        if key not in NOT_IN_LABELS and 2 * values.count(_frozen(own[key])) <= len(values):
             section, _, name = key.partition(".")
             if section != "algorithm":  # other sections' keys are shortened only if unambiguous
                 name = section if name == "name" else name if names.count(name) == 1 else key

@@ -13,9 +13,9 @@ from tdpfed.report.plans import plan_of
 from tdpfed.report.read import Run, Series
 from tdpfed.report.table import COLUMNS, REACH_AT, Cell, cells, run_cells, target_of
 
-MOST_CLIENTS = 2000
+MAX_CLIENTS = 2000
 """Maximum number of clients whose accuracies a page contains; beyond it, evenly spaced quantiles are used."""
-MOST_REFUSED = 20
+MAX_REJECTED = 20
 """Maximum number of clients with rejected uploads that a page lists."""
 
 
@@ -110,10 +110,10 @@ def _series(series: Series) -> dict[str, list[Number]]:
 
 
 def _clients(accuracies: Sequence[Number]) -> list[Number]:
-    if len(accuracies) <= MOST_CLIENTS:
+    if len(accuracies) <= MAX_CLIENTS:
         return _short(accuracies, 5)
     known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
-    return _short([known[i * (len(known) - 1) // MOST_CLIENTS] for i in range(MOST_CLIENTS + 1)] if known else [], 5)
+    return _short([known[i * (len(known) - 1) // MAX_CLIENTS] for i in range(MAX_CLIENTS + 1)] if known else [], 5)
 
 
 def _plan(plan: FactorPlan | str | None) -> dict[str, Any] | str | None:
@@ -145,8 +145,8 @@ def _robust(group: Group) -> dict[str, Any] | None:
         "used": {key: str(value) for key, value in used.items() if value is not None},
         "rejected": max(rejected, len(refusals)),
         "rules": [[rule, n, reasons[rule]] for rule, n in Counter(one.rule for one in refusals).most_common()],
-        "clients": clients.most_common(MOST_REFUSED),
-        "others": max(0, len(clients) - MOST_REFUSED),
+        "clients": clients.most_common(MAX_REJECTED),
+        "others": max(0, len(clients) - MAX_REJECTED),
     }
 
 
