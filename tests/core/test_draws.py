@@ -142,7 +142,7 @@ def test_keys_differ_wherever_they_stand() -> None:
     )  # key(0, BATCH, 1, 1) is in two rows; 32 bits collide now and then
 
 
-def test_uniform_is_uniform_and_neighbours_are_unrelated() -> None:
+def test_uniform_is_uniform_and_neighbors_are_unrelated() -> None:
     draws = uniform(key(5, Stream.DROP, 1, torch.arange(100_000)))
     assert draws.dtype == torch.float64
     assert draws.min() >= 0

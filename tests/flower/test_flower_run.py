@@ -92,7 +92,7 @@ def test_the_run_folder_reads_as_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["tdpfed", "pfedme"])
-def test_the_personalised_model_never_leaves(tmp_path: Path, algorithm: str) -> None:
+def test_the_personalized_model_never_leaves(tmp_path: Path, algorithm: str) -> None:
     case = Case(tmp_path, f"algorithm.name={algorithm}")
     grid = case.grid()
     case.run(grid)

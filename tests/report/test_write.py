@@ -211,7 +211,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     folder, files = exported
     assert sorted(files) == sorted(folder.iterdir())
     stems = {file.stem for file in files if file.suffix == ".png"}
-    assert {"accuracy-personalised-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
+    assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
         with Image.open(folder / f"{stem}.png") as image:
@@ -232,7 +232,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
 
 def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path]]) -> None:
     folder, _ = exported
-    root = ET.parse(folder / "accuracy-personalised-rounds.svg").getroot()
+    root = ET.parse(folder / "accuracy-personalized-rounds.svg").getroot()
     lines = [
         path.get("d", "")
         for path in root.iter("{http://www.w3.org/2000/svg}path")

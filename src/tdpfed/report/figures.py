@@ -22,11 +22,11 @@ MARKERS = ("o", "s", "D", "^", "P", "X", "p")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (8, 3)))
 AXES = {"rounds": "communication round", "megabytes": "uploaded megabytes, all clients", "seconds": "seconds"}
 CURVES = {
-    "personalized_accuracy": ("accuracy-personalised", "personalized accuracy, %"),
+    "personalized_accuracy": ("accuracy-personalized", "personalized accuracy, %"),
     "local_accuracy": ("accuracy-local", "local accuracy, %"),
     "global_accuracy": ("accuracy-global", "global accuracy, %"),
     "loss": ("loss-training", "training loss"),
-    "personalized_loss": ("loss-personalised", "held-out loss, personalized"),
+    "personalized_loss": ("loss-personalized", "held-out loss, personalized"),
     "global_loss": ("loss-global", "held-out loss, global"),
 }
 STYLE: dict[Any, Any] = {
