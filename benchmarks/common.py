@@ -1,4 +1,4 @@
-"""What every benchmark needs: where and what ran, honest timing, and a result file."""
+"""Shared by all benchmarks: provenance, fair timing, and result files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform()},
-        # A copy of a commit without its history is told which it is.
+        # A copy without git history gets its commit from the environment.
         "commit": os.environ.get("TDPFED_COMMIT") or _git("rev-parse", "HEAD"),
         "dirty": "TDPFED_COMMIT" not in os.environ
         and _git("status", "--porcelain", "--untracked-files=no") not in ("", None),
@@ -45,7 +45,7 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
 def alternate(
     functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, warmup: int = 2
 ) -> dict[str, float]:
-    """Return each function's median seconds, measured in turn: a noisy moment hits them all alike."""
+    """Return each function's median seconds, measured alternately, so that noise affects all of them equally."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(warmup + repeats):
         for name, function in functions.items():
@@ -56,12 +56,12 @@ def alternate(
 
 
 def slug(name: str) -> str:
-    """Return a name as part of a file's name."""
+    """Return a name in a form suitable for file names."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Write ``result`` as JSON, folders included."""
+    """Write ``result`` as JSON; create missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -81,7 +81,7 @@ def _seconds(function: Callable[[], object], device: torch.device) -> float:
 
 
 def _command() -> str:
-    """Return what was asked for; whose folders they were does not matter."""
+    """Return the command with its local folders replaced by DIR."""
     before = ["", "python", *sys.argv]
     return shlex.join(
         "DIR" if Path(word).is_absolute() or option in FOLDERS else word for option, word in pairwise(before)

@@ -1,16 +1,16 @@
 """How fast are compose and residual_grad, as a share of the machine's GEMM rate, and how much memory do they use?
 
-Operations are counted, not estimated from time. Per factorised parameter and client, with D = product and S = sum of
+Operations are counted, not estimated from time. Per factorized parameter and client, with D = product and S = sum of
 its sizes and rank R, a multiply-add being two operations:
 
     compose         2 D R                 one product of the two sides' Khatri-Rao matrices
-    residual_grad   4 D R + 4 S R^2       two products with the matricised tensor; Gram matrices and A_n V_n
+    residual_grad   4 D R + 4 S R^2       two products with the matricized tensor; Gram matrices and A_n V_n
 
-Elementwise work (Khatri-Rao products, contractions of small modes, dense parameters) takes time but counts for nothing.
+Elementwise work (Khatri-Rao products, contractions of small modes, dense parameters) takes time but is not counted.
 
-Memory: bytes alive beyond inputs and result at the worst moment of residual_grad, over the largest intermediate the
-design allows: kernel positions x larger channel count x R x 4 bytes, for one client and for all K. (A CPU takes as many
-clients together as fit its caches, one in VGG8's largest layer and all 20 of the DNN; a GPU takes all.)
+Memory: peak bytes of residual_grad beyond inputs and result, relative to the largest intermediate that the design
+allows: kernel positions x larger channel count x R x 4 bytes, for one client and for all K. (A CPU processes
+as many clients together as fit its caches, one in VGG8's largest layer and all 20 of the DNN; a GPU processes all.)
 """
 
 import argparse
@@ -35,7 +35,7 @@ COMPRESSION = 2.0
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages made under it and still alive, after every operation."""
+    """Tracks the peak number of bytes in live storages created inside this context."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(function: Callable[[], Tensor], device: torch.device) -> int:
-    """Return the bytes alive at the worst moment of ``function`` beyond those before it, less those of its result."""
+    """Return the peak number of bytes that ``function`` allocates, without those of its result."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -70,7 +70,7 @@ def peak_bytes(function: Callable[[], Tensor], device: torch.device) -> int:
 
 def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, device: torch.device) -> dict[str, Any]:
     plan = FactorPlan.of(build(name, seed=seed), COMPRESSION)
-    factorised = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
+    factorized = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
     generator = torch.Generator().manual_seed(seed)
     theta, a, x, y = (
         torch.randn(*shape, generator=generator).to(device)
@@ -88,12 +88,12 @@ def measure(name: str, clients: int, gemm_size: int, repeats: int, seed: int, de
     )
     operations = {
         "gemm": 2 * gemm_size**3,
-        "compose": clients * sum(2 * math.prod(shape) * rank for shape, rank in factorised),
+        "compose": clients * sum(2 * math.prod(shape) * rank for shape, rank in factorized),
         "residual_grad": clients
-        * sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorised),
+        * sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorized),
     }
     gflops = {key: operations[key] / seconds[key] / 1e9 for key in seconds}
-    largest = max(math.prod(shape[2:]) * max(shape[:2]) * rank * 4 for shape, rank in factorised)
+    largest = max(math.prod(shape[2:]) * max(shape[:2]) * rank * 4 for shape, rank in factorized)
     peak = peak_bytes(lambda: residual_grad(plan, a, theta, 1.0), device)
     return {
         "model": name,

@@ -1,8 +1,8 @@
 """Seconds per communication round on MNIST with 20 clients: our batched and loop runners against a plain PyTorch loop.
 
 The set-up is the paper's (section VII-A): DNN 784-100-10, two classes per client, 23 local rounds of 20 samples, all
-clients, float32. The three take turns in one process, round by round, so that a noisy moment hits them alike; what
-counts is the ratio. Without MNIST files the same shapes are filled with random numbers, which changes no timing.
+clients, float32. The three alternate in one process, round by round, so that noise affects them equally; the result
+is the ratio. Without MNIST files, random numbers of the same shapes are used, which does not affect the timing.
 """
 
 import argparse

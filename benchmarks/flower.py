@@ -1,10 +1,10 @@
-"""Rounds per minute of `tdpfed flower demo`, and how much of that time is ours.
+"""Rounds per minute of `tdpfed flower demo`, and the share of this package in that time.
 
 ``python benchmarks/flower.py --rounds 6`` starts a SuperLink and three SuperNodes on loopback and writes
-``results/flower.json``. Ours is what the demo itself calls so: in each round, what the server app did outside of calls
-to Flower and the longest time a node spent between receiving a message and having its reply. What a node's process
-imports before that stands by itself: PyTorch, and this package on top. The rest is Flower: a process for each message,
-its own imports, its waits.
+``results/flower.json``. The package's share is measured as in the demo: in each round, the time of the server app
+outside of calls to Flower, and the longest time of a node between receiving a message and creating its reply. The time
+of a node's imports, PyTorch and this package, is reported separately. The rest is Flower: a process for each message,
+its own imports and waiting.
 """
 
 import argparse
@@ -34,7 +34,7 @@ print(middle - began, time.perf_counter() - middle)
 
 
 def imports(repeats: int = 5) -> dict[str, float]:
-    """Return the median seconds that a fresh process needs to import PyTorch, and this package on top."""
+    """Return the median seconds that a fresh process needs to import PyTorch, and then this package."""
     runs = [
         subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=True).stdout.split()
         for _ in range(repeats)

@@ -1,7 +1,7 @@
-"""Runs whose every bit is compared before and after a change of structure, on one machine.
+"""Compare runs bit for bit before and after a refactoring, on one machine.
 
 ``record`` runs the list below through the command line and stores, for each run, its records and a digest of every
-tensor in its last checkpoint. ``check`` runs it again and names what differs. Bits depend on the processor and its
+tensor in its last checkpoint. ``check`` repeats the runs and lists differences. Bits depend on the processor and its
 libraries, so a record is only valid on the machine that made it; it is not kept in the repository.
 
     python benchmarks/golden.py record before.json --source OTHER_CHECKOUT/src
@@ -64,8 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "check"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="where tdpfed lies")
-    parser.add_argument("--data-root", type=Path, default=None, help="where MNIST lies")
+    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="src folder of tdpfed")
+    parser.add_argument("--data-root", type=Path, default=None, help="folder of MNIST")
     parser.add_argument("--only", default="", help="runs whose names contain this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
@@ -99,7 +99,7 @@ def _run(name: str, folder: Path, options: argparse.Namespace, processes: int = 
 
 
 def _resumed(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Stop a run half way by asking for fewer rounds, then resume it to the end."""
+    """Run half of the rounds, then raise the number of rounds and resume the run to the end."""
     out = folder / f"{name}-resumed"
     source, *settings = RUNS[name]
     rounds = next(one for one in settings if one.startswith("run.rounds="))
@@ -124,7 +124,7 @@ def _call(options: argparse.Namespace, processes: int, *arguments: str) -> None:
 
 
 def _contents(out: Path) -> dict[str, Any]:
-    """Return the records of a run without times, and a digest of every tensor that its newest checkpoint needs."""
+    """Return the records of a run without times, and a digest of every tensor of its latest checkpoint."""
     records, tensors = [], {}
     for file in sorted(out.rglob("metrics.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]

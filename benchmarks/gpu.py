@@ -1,10 +1,10 @@
-"""What a local round costs on a GPU: milliseconds, kernels, and the share of the rate at which it multiplies matrices.
+"""Cost of a local round on a GPU: milliseconds, kernels, and the share of the rate of a large matrix product.
 
 The paper's experiments (section VII-A): MNIST with 20 clients and the DNN, CIFAR-10 with 10 clients and VGG8, for
 TDPFed at compression 2, pFedMe and FedAvg. The rate is measured in the same call, on a large matrix product in the same
-precision; operations are counted by PyTorch while a round runs without graphs. Where a data set is not found its shapes
-are filled with random numbers, which changes no timing. ``--whole mnist`` also times a whole run of the preset, records
-included; ``--seeds`` several seeds in one computation against one.
+precision; operations are counted by PyTorch while a round runs without graphs. If a data set is not found, random
+numbers of its shapes are used, which does not affect the timing. ``--whole mnist`` also times a complete run of the
+preset, including records; ``--seeds`` compares several seeds computed together with one seed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def configuration(name: str, method: str, data: Federation) -> Config:
     rates = [
         "algorithm.eta=1e-6",
         *([] if method == "fedavg" else ["algorithm.eta_p=1e-6"]),
-    ]  # random data teach nothing
+    ]  # small steps: nothing can be learned from random data
     return load_config(PRESETS[name][0], [f"algorithm.name={method}", *(rates if data.name == "random" else [])])
 
 
@@ -60,9 +60,9 @@ def simulation(config: Config, data: Federation, precision: Any, seed: int = 0) 
 
 
 def seconds(step: Callable[[], object], repeats: int) -> float:
-    """Return the median over calls, each from an idle GPU to an idle GPU."""
+    """Return the median time of a call, with the GPU idle before and after."""
     times = []
-    for turn in range(3 + repeats):  # computed, recorded, replayed once
+    for turn in range(3 + repeats):  # warm-up: computed, recorded, replayed once
         torch.cuda.synchronize()
         began = time.perf_counter()
         step()
@@ -98,11 +98,11 @@ def product_rate(precision: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=None)
-    parser.add_argument("--data", default="mnist,cifar10", help="which of them, with commas")
-    parser.add_argument("--precision", default="float32,tf32", help="which of float32, tf32, bf16, with commas")
+    parser.add_argument("--data", default="mnist,cifar10", help="data sets, separated by commas")
+    parser.add_argument("--precision", default="float32,tf32", help="any of float32, tf32, bf16, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds to compute together, against one")
-    parser.add_argument("--whole", default="", metavar="DATA", help="data sets to time a whole run of TDPFed on")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds to compute together")
+    parser.add_argument("--whole", default="", metavar="DATA", help="data sets for timing a complete run of TDPFed")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
     options = parser.parse_args()
     names, precisions = options.data.split(","), options.precision.split(",")

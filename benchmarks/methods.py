@@ -1,6 +1,6 @@
-"""Every method on one preset with one seed: accuracy, bytes and seconds side by side.
+"""Every method on one preset with one seed: accuracy, bytes and seconds.
 
-A first look, not a study: one seed, so read differences of a few tenths of a point as noise.
+A first look, not a study: with one seed, differences of a few tenths of a point are noise.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 folders. ``python benchmarks/pack.py unpack FILE DIR`` restores them in DIR, so that ``tdpfed report DIR`` reads them.
 
 A packed file is gzip-compressed JSON Lines, one run per line in the order of their names: ``name`` of the run folder,
-``config`` (the text of ``config.toml``), ``records`` (``metrics.jsonl``), ``refusals`` where there were any, and
+``config`` (the text of ``config.toml``), ``records`` (``metrics.jsonl``), ``refusals`` if there were any, and
 ``summary``, which is null for a run that was stopped. The same runs always give the same bytes.
 """
 
@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, PackedRun]:
 
 
 def write(path: Path, runs: Iterable[PackedRun]) -> None:
-    """Write a packed file, whole or not at all."""
+    """Write a packed file atomically."""
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
         for run in sorted(runs, key=lambda run: str(run["name"])):
@@ -72,12 +72,12 @@ def to_folder(run: PackedRun, path: Path) -> None:
 
 
 def pack(folder: Path, drop_checkpoints: bool = False) -> Path:
-    """Pack the runs below a folder and remove their folders; runs packed earlier stay, unless they are here again."""
+    """Pack the runs below a folder and remove their folders; runs packed earlier are kept unless replaced."""
     found = find(folder)
     if not found:
         raise SystemExit(f"{folder}: no run folder below it")
     if repeated := {path.name for path in found if [one.name for one in found].count(path.name) > 1}:
-        raise SystemExit(f"{folder}: several runs are called {', '.join(sorted(repeated))}")
+        raise SystemExit(f"{folder}: several runs are named {', '.join(sorted(repeated))}")
     packed = folder / PACKED
     runs = {path.name: from_folder(path, drop_checkpoints) for path in found}
     everything = (read(packed) if packed.exists() else {}) | runs
@@ -92,7 +92,7 @@ def pack(folder: Path, drop_checkpoints: bool = False) -> Path:
 
 
 def unpack(packed: Path, folder: Path) -> list[Path]:
-    """Restore the runs of a packed file as folders; one that is there already is an error."""
+    """Restore the runs of a packed file as folders; an existing folder is an error."""
     runs = read(packed)
     for name in runs:
         if not name or Path(name).name != name or name == "..":

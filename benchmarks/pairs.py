@@ -1,8 +1,8 @@
-"""Which pairs of classes are hard, and what dealing them in turn is worth: MNIST's records, client by client.
+"""Which pairs of classes are hard, and the effect of distributing classes in turn: MNIST's records by client.
 
-Reads the packed runs of results/mnist (classes drawn at random) and results/mnist-classes-in-turn. A client counts
-with the median of its last ten accuracies. Compared are all clients, those with a pair that is hard to tell apart, and
-the pairs that both ways of dealing have.
+Reads the packed runs of results/mnist (classes drawn at random) and results/mnist-classes-in-turn. Each client is
+represented by the median of its last ten accuracies. Compared are all clients, those with a pair that is hard to
+distinguish, and the pairs that occur in both partitions.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Pair = tuple[int, ...]
 
 
 def accuracies(kind: str, run: str, root: Path | None) -> list[tuple[Pair, float]]:
-    """Return the classes and the late accuracy, in per cent, of every client of every seed."""
+    """Return the classes and the late accuracy, in percent, of every client of every seed."""
     found = []
     runs = read(PLACES[kind] / PACKED)
     for seed in range(SEEDS):

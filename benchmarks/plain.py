@@ -1,7 +1,7 @@
 """FedAvg, pFedMe and TDPFed as a researcher would write them: a module per client, autograd, ``torch.optim``.
 
-The yardstick of ``engine.py``. Straightforward and not slowed down on purpose: minibatches are slices of tensors that
-are already in memory, optimisers are made once per round, and nothing is computed that the method does not need.
+The baseline of ``engine.py``. Straightforward and not slowed down on purpose: minibatches are slices of tensors that
+are already in memory, optimizers are made once per round, and nothing is computed that the method does not need.
 """
 
 import copy
@@ -67,7 +67,7 @@ def pfedme_round(model: nn.Module, federation: Federation) -> None:
 
 
 def tdpfed_round(factors: list[list[Tensor]], model: nn.Module, federation: Federation) -> list[list[Tensor]]:
-    """``factors`` holds one list per parameter of ``model``: its factor matrices, or itself where it stays dense."""
+    """Run one round; ``factors`` has one list per parameter: its factor matrices, or the dense parameter itself."""
     uploads = []
     for client in range(federation.clients):
         mine = [[factor.clone().requires_grad_() for factor in group] for group in factors]

@@ -1,8 +1,8 @@
-"""How large a page of 20 runs of 800 evaluated rounds is and how fast it opens; how long a comparison takes.
+"""Size and opening time of a page with 20 runs of 800 evaluated rounds, and duration of a comparison.
 
-Pages: five methods of four seeds, with made-up numbers in every digit and every panel in use; opened in headless
-Chromium a few times, the first in a browser that has just started. Comparison: six methods and three seeds on the
-embedded digits from the command line, then the same command again.
+Pages: five methods with four seeds, random numbers with all digits, and every panel in use; opened several times in
+headless Chromium, the first time in a browser that has just started. Comparison: six methods and three seeds on the
+included digits from the command line, then the same command again.
 """
 
 import argparse
@@ -28,7 +28,7 @@ QUANTITIES = ("gradient_norm", "distance", "diversity", "drift")
 
 
 def noisy(path: Path, draw: random.Random) -> None:
-    """Give every number of a run folder all its digits."""
+    """Replace the numbers of a run folder by random ones with all digits."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line |= {key: value * (1 - 0.03 * draw.random()) for key, value in line.items() if isinstance(value, float)}

@@ -1,10 +1,10 @@
 """Seconds per round, memory and checkpoints against the number of clients, the size of the model, and processes.
 
 ``clients``: federations of 200 to 10,000 clients with 100 samples each, of which 100 take part in a round; the paper's
-DNN, 23 local steps of 20 samples. ``models``: 20 clients, a hidden layer of 25 to 1600 units, 23 local rounds and of
-TDPFed 2. ``ranks``: 100 of 1,000 clients in one process of one thread, one of two threads, and two processes of one
-thread. Federations take turns in one process, round by round; memory and checkpoints, and the other cases, have a
-process each. The samples are random numbers in MNIST's shapes, which changes no timing.
+DNN, 23 local steps of 20 samples. ``models``: 20 clients, a hidden layer of 25 to 1600 units, 23 local rounds, for
+TDPFed 2. ``ranks``: 100 of 1,000 clients in one process with one thread, one with two threads, and two processes with
+one thread each. Federations alternate in one process, round by round; memory and checkpoints, and the other cases, are
+measured in separate processes. Samples are random numbers of MNIST's shapes, which does not affect the timing.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def resident() -> dict[str, float]:
 
 
 def clients(population: int, rounds: int, state: str) -> dict[str, Any]:
-    """Rounds of one federation: seconds, resident memory in GiB, and what checkpoints and evaluation cost."""
+    """Measure rounds of one federation: seconds, resident memory in GiB, and the cost of checkpoints and evaluation."""
     data = federation(population)
     before = resident()
     simulation = Simulation(
@@ -80,16 +80,16 @@ def clients(population: int, rounds: int, state: str) -> dict[str, Any]:
     simulation.recorder = replace(simulation.recorder, evaluated=torch.arange(population))
     began = time.perf_counter()
     simulation.record(0.0)
-    everybody = time.perf_counter() - began
+    complete = time.perf_counter() - began
     return {
         "clients": population, "state": simulation.store.place, "seconds": seconds[1:], "save_seconds": saves[1:],
-        "save_bytes": sizes[1:], "evaluate_sample_seconds": sample, "evaluate_all_seconds": everybody,
+        "save_bytes": sizes[1:], "evaluate_sample_seconds": sample, "evaluate_all_seconds": complete,
         "resident_gib": {"data": before, "rounds": after, "all_clients_in_use": resident()},
     }  # fmt: skip
 
 
 def models(hidden: int, method: str, rounds: int) -> dict[str, Any]:
-    """Rounds of 20 clients with one hidden layer of so many units."""
+    """Measure rounds of 20 clients with one hidden layer of ``hidden`` units."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
@@ -100,13 +100,13 @@ def models(hidden: int, method: str, rounds: int) -> dict[str, Any]:
 
 
 def ranks(population: int, rounds: int) -> dict[str, Any] | None:
-    """Rounds in the processes that torchrun started; the first reports."""
+    """Measure rounds in the processes started by torchrun; the first one reports."""
     with joined() as place:
         simulation = Simulation(
             build("dnn", seed=0), federation(population), FedAvg(tau=23), participation=Participation(PARTICIPANTS),
             ranks=place,
         )  # fmt: skip
-        seconds = _rounds(simulation, rounds, warm_up=30)  # a process has another number of clients in each
+        seconds = _rounds(simulation, rounds, warm_up=30)  # the number of clients of a process varies
         found = {
             "ranks": place.world,
             "threads": torch.get_num_threads(),
@@ -117,7 +117,7 @@ def ranks(population: int, rounds: int) -> dict[str, Any] | None:
 
 
 def in_turn(rounds: int) -> dict[str, list[float]]:
-    """Rounds of all federations in one process, one of each in turn: a noisy moment hits them alike."""
+    """Measure rounds of all federations alternately in one process, so that noise affects them equally."""
     simulations = {
         population: Simulation(
             build("dnn", seed=0), federation(population), FedAvg(tau=23), participation=Participation(PARTICIPANTS)
@@ -144,7 +144,7 @@ def _rounds(simulation: Simulation, rounds: int, warm_up: int = 1) -> list[float
 
 
 def _ask(arguments: list[str], processes: int = 1, threads: int | None = None) -> dict[str, Any]:
-    """Run one case in a process of its own, or several, and return what it prints."""
+    """Run one case in one or more new processes and return its output."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     env = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     done = subprocess.run(
@@ -155,7 +155,7 @@ def _ask(arguments: list[str], processes: int = 1, threads: int | None = None) -
 
 
 def _merged(cases: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Put the turns of each case together: all their rounds, and of the rest the last."""
+    """Merge the turns of each case: the seconds of all rounds, other values from the last turn."""
     found: dict[Any, dict[str, Any]] = {}
     for case in cases:
         before = found.get(case[key], {}).get("seconds", [])
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("what", choices=["clients", "models", "ranks"])
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each turn of a case")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--state", default="auto", help="clients: where what they keep lies")
+    parser.add_argument("--state", default="auto", help="clients: where their state is stored")
     parser.add_argument("--out", type=Path, default=None, help="benchmarks/results/scale-WHAT.json by default")
     parser.add_argument("--case", nargs="+", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -182,7 +182,7 @@ def main() -> None:
                 if options.what == "models"
                 else ranks(first, options.rounds)
             )
-        if answer:  # of several processes the first has one
+        if answer:  # of several processes, only the first has a result
             print(json.dumps(answer), flush=True)
         return
     common = ["--rounds", str(options.rounds), "--state", options.state, "--case"]

@@ -1,6 +1,6 @@
 """Compare methods in many settings: which is best, by how much, and with how many uploaded bytes.
 
-``python benchmarks/settings.py results/settings/study.toml`` runs what is not finished in the folder ``runs`` beside
+``python benchmarks/settings.py results/settings/study.toml`` runs what is not finished in the folder ``runs`` next to
 the study, and writes tables, verdicts and plots of accuracy against uploaded bytes for the settings that are finished.
 The checkpoints of finished runs are deleted. Restore the packed runs first, and pack them again at the end:
 
@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from pack import PACKED
 
 from tdpfed.config.loading import load_config, to_toml
-from tdpfed.report.figures import COLOURS, MARKERS, STYLE
+from tdpfed.report.figures import COLORS, MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
@@ -39,8 +39,8 @@ COLUMNS = {
     "personalized_accuracy": "personalized %", "global_accuracy": "global %", "worst_decile_accuracy": "worst decile %",
 }  # fmt: skip
 CODED = ", int8"
-"""How methods end that send what another does in another codec: the same colour, dotted."""
-COLOURS_OF_ALL = (*COLOURS, "#7f5539", "#808080", "#b5bd00")
+"""Suffix of methods that differ from another one only in their codec: drawn dotted in the same color."""
+ALL_COLORS = (*COLORS, "#7f5539", "#808080", "#b5bd00")
 
 
 def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
@@ -72,7 +72,7 @@ def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]
 
 
 def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
-    """Return a mean, of accuracies with its spread."""
+    """Return a mean as text; accuracies with their spread."""
     if stat.mean is None:
         return "-"
     spread = "" if stat.spread is None or scale != 100 else f" ± {scale * stat.spread:.{decimals}f}"
@@ -98,7 +98,7 @@ def _target(groups: Mapping[str, Group], alone: str) -> float:
 
 
 def _to_alone(groups: Mapping[str, Group], method: str, alone: str) -> Stat:
-    """Return the bytes that a method uploads until it has the accuracy of training alone."""
+    """Return the bytes that a method uploads until it reaches the accuracy of training alone."""
     return Stat(0.0) if method == alone else reach(groups[method], _target(groups, alone))[1]
 
 
@@ -126,7 +126,7 @@ def verdict(groups: Mapping[str, Group]) -> str:
     """Return which method is best, which are not separated from it, and which of these uploads the fewest bytes."""
     stats = {method: group.stat("personalized_accuracy") for method, group in groups.items()}
     best = max(stats, key=lambda method: stats[method].mean or 0.0)
-    close = [method for method in stats if method != best and not stats[method].apart(stats[best])]
+    close = [method for method in stats if method != best and not stats[method].separated(stats[best])]
     text = f"Best personalized accuracy: **{best}**, {shown(stats[best])} %"
     if stats[best].spread is None:
         return f"{text}. With one seed it is not known which differences are significant."
@@ -146,7 +146,7 @@ def draw(groups: Mapping[str, Group], title: str, path: Path) -> None:
             i, dash = plain.index(method.removesuffix(CODED)), ":" if method.endswith(CODED) else "-"
             sent = [None if b is None else b / 1e6 for b in group.mean["uplink_bytes"]]
             accuracy = [None if a is None else 100 * a for a in group.mean["personalized_accuracy"]]
-            look = {"color": COLOURS_OF_ALL[i % len(COLOURS_OF_ALL)], "label": method}
+            look = {"color": ALL_COLORS[i % len(ALL_COLORS)], "label": method}
             if not any(sent):
                 axes.axhline(accuracy[-1], linestyle="--", **look)
                 continue
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder; that of the study by default")
     parser.add_argument("--only", action="append", default=[], help="settings whose name has this word; repeatable")
     parser.add_argument("--set", action="append", default=[], dest="extra", help="a setting for all runs; repeatable")
-    parser.add_argument("--no-run", action="store_true", help="write what is finished")
+    parser.add_argument("--no-run", action="store_true", help="only write the results of finished runs")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
     out = options.out or options.study.parent
@@ -176,7 +176,7 @@ def main() -> None:
         flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
 
         def say(outcome: CellResult) -> None:
-            print(outcome.cell.name, outcome.error or ("there" if outcome.kept else "done"), flush=True)
+            print(outcome.cell.name, outcome.error or ("kept" if outcome.kept else "done"), flush=True)
             if outcome.error is None:
                 shutil.rmtree(outcome.path / "checkpoints", ignore_errors=True)  # a finished run needs none
 
@@ -196,29 +196,29 @@ def main() -> None:
         }
         for setting, groups in finished.items()
     }
-    # Where and by what the runs were computed stands beside each: here is only who put them together.
+    # The provenance of each run is stored with it; this is only the command that combined them.
     origin_of_page = {key: made[key] for key in ("command", "date")}
     write(out / "results.json", {"provenance": origin_of_page, "settings": figures})
 
 
 def finished_in(folder: Path, grid: Mapping[str, Mapping[str, Sequence[Cell]]]) -> dict[str, dict[str, Group]]:
-    """Return the methods of the settings of which every run is finished, and is the one that is asked for."""
+    """Return the settings, with their methods, whose runs are all finished with the requested configuration."""
     return {
         setting: {
             method: Group(method, tuple(read_run(folder / cell.name) for cell in cells))
             for method, cells in methods.items()
         }
         for setting, methods in grid.items()
-        if all(_is_there(folder / cell.name, cell) for cells in methods.values() for cell in cells)
+        if all(_is_finished(folder / cell.name, cell) for cells in methods.values() for cell in cells)
     }
 
 
-def _is_there(path: Path, cell: Cell) -> bool:
+def _is_finished(path: Path, cell: Cell) -> bool:
     return RunFolder(path).done and (path / CONFIG).read_text(encoding="utf-8") == to_toml(cell.config)
 
 
 def origin(run: Run) -> str:
-    """Return what a run was computed by."""
+    """Return the device, PyTorch version and commit of a run."""
     commit = json.loads((run.path / SUMMARY).read_text(encoding="utf-8")).get("commit") or "unknown"
     return f"{run.texts.get('device', 'unknown')}, torch {run.versions.get('torch')}, commit {commit[:12]}"
 

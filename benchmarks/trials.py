@@ -72,7 +72,7 @@ def _key(cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _run(cell: dict[str, Any], data_root: Path | None) -> PackedRun:
-    """Return a run of a cell as it is packed; what the cell was and what made it stand under ``cell``."""
+    """Run a cell and return it in packed form; the cell and its provenance are stored under ``cell``."""
     config = load_config(cell["preset"], cell["settings"])
     simulation = prepare(config, data_root)
     torch.set_num_threads(threads(config, simulation))

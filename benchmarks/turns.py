@@ -1,10 +1,10 @@
-"""Two versions of the package taking turns: seconds per round of each method, and how much slower the second one is.
+"""Compare two versions of the package: seconds per round of each method, and their ratio.
 
     python benchmarks/turns.py --before OTHER_CHECKOUT/src --repeats 15
 
-Each version runs in a process of its own and waits while the other one computes, so that a noisy moment hits both.
+Each version runs in its own process and waits while the other one computes, so that noise affects both equally.
 Workloads are those of ``engine.py`` and of the peers: the paper's MNIST experiment, and VGG8 on CIFAR-10's shapes;
-random numbers of these shapes stand in for the data. What counts is the ratio of the fastest quarter of the rounds.
+random numbers of these shapes replace the data. The result is the ratio of the fastest quarter of the rounds.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def simulation(workload: dict[str, Any], device: str) -> Any:
 
 
 def work(device: str) -> None:
-    """Run rounds as the standard input asks for them: a workload's name, or its seconds when one is chosen."""
+    """Answer requests on standard input: start a workload, or run rounds of it and print the seconds per round."""
     current: Any = None
     for line in sys.stdin:
         asked = json.loads(line)

@@ -1,7 +1,7 @@
 """Kill ``tdpfed run`` with SIGKILL at random instants, ``--resume`` it, and hold it against a run that was left alone.
 
 ``python tests/kill_cli.py`` kills 42 times, over tdpfed, pfedme and fedavg: at any instant of the start, at any instant
-of a round, or soon after a save has begun. In the end metrics, summary, the global and every personalised model must be
+of a round, or soon after a save has begun. In the end metrics, summary, the global and every personalized model must be
 those of the undisturbed run, bit for bit.
 """
 
@@ -137,7 +137,7 @@ def compare(left: Path, right: Path) -> None:
     assert shipped[0] is not None
     assert shipped[1] is not None
     assert torch.equal(shipped[0], shipped[1]), "another global model"
-    assert torch.equal(one.personalized(), other.personalized()), "other personalised models"
+    assert torch.equal(one.personalized(), other.personalized()), "other personalized models"
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""Small models, federations and algorithm settings that the tests of the engine share."""
+"""Small models, federations and algorithm settings shared by the tests."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +16,16 @@ from tdpfed.engine.store import Store
 
 SHAPE, CLASSES = (1, 6, 6), 3
 
+EVERY = [pytest.param(False, id="sample"), pytest.param(True, id="every", marks=pytest.mark.slow)]
+"""For a law that holds at every place: a sample of the places by default, all of them with ``-m slow``."""
+
+
+def places(count: int, every: bool, sample: int = 40) -> Sequence[int]:
+    """Return the numbers below ``count``, or the first, the last and some between them."""
+    if every or count <= sample:
+        return range(count)
+    return [0, *sorted(Random(count).sample(range(1, count - 1), sample - 2)), count - 1]
+
 
 def mlp(seed: int = 0) -> nn.Module:
     return _seeded(
@@ -25,7 +37,7 @@ def mlp(seed: int = 0) -> nn.Module:
 
 
 def convnet(seed: int = 0) -> nn.Module:
-    """A convolution and two linear layers, all of which the default plan factorises."""
+    """A convolution and two linear layers, all factorized by the default plan."""
     return _seeded(
         seed,
         lambda: nn.Sequential(
@@ -68,7 +80,7 @@ TDPFED: dict[str, Any] = {**COMMON, "compression": 1.5, "s": 2, "s_prime": 3, "e
 
 
 def variants() -> dict[str, Algorithm]:
-    """Every algorithm, and the variants of TDPFed and Per-FedAvg whose code differs."""
+    """Every algorithm, and the variants of TDPFed and Per-FedAvg with different code paths."""
     return {
         "fedavg": FedAvg(**COMMON),
         "fedavg_sar": FedAvgSAR(**COMMON, compression=2.5),
@@ -85,7 +97,7 @@ def variants() -> dict[str, Algorithm]:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
-    """Return what a function of a module gives from now on, call by call."""
+    """Record the results of a module's function from now on; return the list that collects them."""
     function, given = getattr(module, name), list[Any]()
 
     def watch(*args: Any, **options: Any) -> Any:
@@ -106,7 +118,7 @@ def train(algorithm: Algorithm, rounds: int = 2, *, model: str = "dense", **opti
 
 
 def states(simulation: Simulation) -> dict[str, Tensor]:
-    """All tensors a run has come to: the server's and the clients'."""
+    """Return all tensors of a run's state: the server's and the clients'."""
     server = {f"server {name}": value for name, value in simulation.server.items()}
     return server | {f"private {name}": value for name, value in simulation.private.items()}
 
@@ -119,18 +131,18 @@ def assert_close(left: Simulation, right: Simulation, tolerance: float) -> None:
 
 
 def equal(left: Simulation, right: Simulation) -> bool:
-    """Whether two runs came to the same bits."""
+    """Whether the states of two runs are equal to the bit."""
     a, b = states(left), states(right)
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def carries(total: int, messages: int, values: int) -> bool:
-    """Whether ``total`` bytes are so many messages of so many float32 values, with a header each."""
+    """Whether ``total`` bytes fit ``messages`` messages of ``values`` float32 values, with a header each."""
     return messages * 4 * values <= total <= messages * (4 * values + 700)
 
 
 def store(values: dict[str, Tensor]) -> Store:
-    """Return a store of given rows, all of them in use."""
+    """Return a store that contains the given rows, all in use."""
     start = {name: value.new_zeros(value.shape[1:]) for name, value in values.items()}
     made = Store(start, len(next(iter(values.values()), ())))
     made.put(torch.arange(made.clients), values)

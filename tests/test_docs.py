@@ -18,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import page_methods
 from tdpfed import engine, wire
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
@@ -141,7 +142,17 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", names([page for page in PAGES if commands(page)]))
-def test_shell_blocks_call_commands_with_options_and_keys_there_are(page: Path) -> None:
+def test_shell_blocks_call_commands_with_options_and_keys_there_are(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_methods.write(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_methods", raising=False)
+    check_commands(page)
+
+
+def check_commands(page: Path) -> None:
+    """Refuse commands, options, methods and keys that there are not."""
     for line in commands(page):
         done = CliRunner().invoke(app, [*line[1:], "--help"])
         assert done.exit_code == 0, (line, done.output)
@@ -165,7 +176,7 @@ def test_the_check_of_commands_sees(tmp_path: Path) -> None:
     for line in ("run --nothing", "nothing", "run --set run.nothing=1", "compare --sweep run.nothing=1,2"):
         page.write_text(f"```sh\ntdpfed {line}\n```\n", encoding="utf-8")
         with pytest.raises((AssertionError, TDPFedError)):
-            test_shell_blocks_call_commands_with_options_and_keys_there_are(page)
+            check_commands(page)
 
 
 @pytest.mark.parametrize("page", names([page for page in PAGES if blocks(page, "toml")]))

@@ -57,9 +57,8 @@ def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.
         assert words in screen.getvalue()
 
 
-@pytest.mark.parametrize("first", ["", "import torch; "])
-def test_the_variable_that_makes_products_repeat_is_set_on_import(first: str) -> None:
-    code = f"{first}import os, tdpfed; print(os.environ['MKL_CBWR'])"
+def test_the_variable_that_makes_products_repeat_is_set_even_after_torch() -> None:
+    code = "import torch; import os, tdpfed; print(os.environ['MKL_CBWR'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
     assert done.stdout.strip() == "AUTO,STRICT"
 
@@ -101,5 +100,5 @@ def test_threads_follow_the_size_of_the_work(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert experiment.threads(load_config("digits"), simulation) == 1
     assert experiment.threads(load_config("digits", ["run.threads=3"]), simulation) == 3
-    monkeypatch.setattr(experiment, "SMALL", 0)
+    monkeypatch.setattr("tdpfed.core.threads.ONE_THREAD_PARAMETERS", 0)
     assert experiment.threads(load_config("digits"), simulation) == 7

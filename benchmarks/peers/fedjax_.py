@@ -31,7 +31,7 @@ def initial() -> Any:
 
 
 def pfedme() -> Any:
-    """pFedMe for one client in fedjax's terms: theta and w in the step state, w comes back."""
+    """pFedMe for one client in fedjax's terms: theta and w in the step state, w is returned."""
 
     def start(shared: Any, given: Any) -> Any:
         del given

@@ -1,7 +1,7 @@
-"""Operations of a round of the MLP workload, counted: 20 clients, 23 local steps of 20 samples, a multiply-add is two.
+"""Number of operations in a round of the MLP workload: 20 clients, 23 local steps of 20 samples; a multiply-add is two.
 
-Only products count. A step on theta is forward, the gradient in the weights, and that in the hidden layer's outputs; a
-factor step, towards a matrix of any rank, and a composition are counted as in ``benchmarks/cp.py``.
+Only matrix products count. A step on theta is the forward pass and the gradients of the weights and of the hidden
+layer's outputs; a factor step, towards a matrix of any rank, and a composition are counted as in ``benchmarks/cp.py``.
 """
 
 import math
@@ -20,8 +20,8 @@ def operations(method: str) -> int:
     weights = sum(math.prod(shape) for shape in plan.dense.shapes if len(shape) > 1)
     gradient = 2 * BATCH * (2 * weights + HIDDEN_TO_OUT)
     per_step = {"fedavg": gradient, "pfedme": INNER * gradient}
-    factorised = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
-    compose = sum(2 * math.prod(shape) * rank for shape, rank in factorised)
-    factor_step = sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorised)
+    factorized = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
+    compose = sum(2 * math.prod(shape) * rank for shape, rank in factorized)
+    factor_step = sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorized)
     per_step["tdpfed"] = INNER * gradient + compose + FACTOR_STEPS * factor_step
     return CLIENTS * STEPS * per_step[method]

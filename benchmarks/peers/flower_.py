@@ -21,7 +21,7 @@ def model() -> nn.Module:
 
 
 class Trainer(NumPyClient):
-    """One client: 23 steps of SGD from what the server sends."""
+    """One client: 23 steps of SGD from the server's parameters."""
 
     def __init__(self, path: str, number: int) -> None:
         x, y = clients(path)[number]
@@ -41,7 +41,7 @@ class Trainer(NumPyClient):
 
 
 class Timed(FedAvg):
-    """Notes when each round has been aggregated."""
+    """Records the time at which each round has been aggregated."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -9,7 +9,7 @@ import torch
 for _ in range(50):
     try:
         import torchvision  # type: ignore[import-not-found]  # noqa: F401
-    except RuntimeError as error:  # built for another build of torch; fluke imports it, and needs no operator of it
+    except RuntimeError as error:  # for a different build of torch; fluke imports it but uses none of its operators
         missing = re.search(r"operator (torchvision::\w+) does not exist", str(error))
         if missing is None:
             raise
@@ -25,8 +25,8 @@ from shared_ import BATCH, ETA, ETA_P, INNER, LAM, arguments, clients, report, t
 from torch import nn
 
 
-class Dealt:
-    """What fluke asks of a data splitter, with the clients as they are."""
+class GivenClients:
+    """The interface of fluke's data splitter, with the given clients."""
 
     num_classes = 10
 
@@ -54,7 +54,7 @@ def main() -> None:
         server={"weighted": True, **({"beta": 1.0} if method == "pfedme" else {})},
         model=nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10)),
     )  # fmt: skip
-    run = (PFedMe if method == "pfedme" else FedAVG)(20, Dealt(path), hyper)
+    run = (PFedMe if method == "pfedme" else FedAVG)(20, GivenClients(path), hyper)
     note = "its proximal term is zero: the anchor is the model itself" if method == "pfedme" else None
     report(timed(lambda: run.run(1, 1.0, finalize=False), rounds), ["fluke-fl", "torch"], note)
 

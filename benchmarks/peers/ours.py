@@ -26,7 +26,7 @@ def main() -> None:
     path, method, rounds, *rest = sys.argv[1:]
     conv, settings = "--conv" in rest, [word for word in rest if word != "--conv"]
     with tempfile.TemporaryDirectory() as place, np.load(path, allow_pickle=False) as given:
-        # The samples, dealt already: every client keeps all of its own for training but one.
+        # Samples already belong to clients: each uses all but one of its samples for training.
         owner = np.repeat(np.arange(len(given["sizes"])), given["sizes"])
         mask = np.r_[owner[1:] != owner[:-1], True]
         file = Path(place) / "clients.npz"

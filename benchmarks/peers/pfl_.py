@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class Mlp(nn.Sequential):
-    """The model with the two functions that pfl asks for."""
+    """The model with the two functions that pfl requires."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10))
@@ -35,7 +35,7 @@ class Mlp(nn.Sequential):
 
 
 class Clock(TrainingProcessCallback):  # type: ignore[misc]
-    """Notes when each iteration ends."""
+    """Records the end of each iteration."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]

@@ -1,7 +1,7 @@
 """The plain PyTorch loop of ``benchmarks/plain.py`` on the clients of ``run.py``.
 
-With ``--loaders`` as research code in the manner of PFLlib has it: each client's samples are a list of pairs behind a
-``DataLoader``, instead of slices of a tensor.
+``--loaders`` imitates research code such as PFLlib: each client's samples are a list of pairs in a ``DataLoader``,
+instead of slices of a tensor.
 """
 
 import itertools

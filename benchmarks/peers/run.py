@@ -38,14 +38,14 @@ PEERS: dict[str, list[str]] = {
     "pfl": [TORCH, "pfl[pytorch]"],
     "flower": [TORCH, "flwr[simulation]"],
 }
-"""Packages, and what to install for each; those on PyTorch get the same release of it as ours."""
+"""Packages and their requirements; those based on PyTorch get the same release as ours."""
 
 METHODS = ("fedavg", "pfedme", "tdpfed", "tdpfed-momentum")
 OURS = ("ours", "plain loop", "plain loop with loaders")
 
 
 def export(path: Path, data_root: Path | None, conv: bool) -> str:
-    """Write every client's training samples, dealt and normalised as ours are; return their name."""
+    """Write every client's training samples, partitioned and normalized as ours; return the data set's name."""
     preset = "cifar10-paper" if conv else "mnist-paper"
     data = prepare(load_config(preset, ["run.device=cpu", "algorithm.name=fedavg"]), data_root).federation
     train = int(data.train_size.sum())
@@ -54,7 +54,7 @@ def export(path: Path, data_root: Path | None, conv: bool) -> str:
 
 
 def install(folder: Path, name: str) -> tuple[str, str | None]:
-    """Make an environment for a package; return its Python, and what went wrong if anything did."""
+    """Create an environment for a package; return its Python, and an error if there was one."""
     python = folder / name / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", str(folder / name)],
@@ -67,7 +67,7 @@ def install(folder: Path, name: str) -> tuple[str, str | None]:
 
 
 def measure(python: str, name: str, method: str, data: Path, rounds: int, extra: list[str]) -> dict[str, Any]:
-    """Run one package in a process of its own; return seconds of each counted round and versions, or an error."""
+    """Run one package in a new process; return the seconds of each counted round and versions, or an error."""
     kind = name.partition(" ")[0]
     script = HERE / ("ours.py" if kind == "ours" else f"{kind}_.py")
     more = {"ours": extra, "plain": ["--loaders"] if "loaders" in name else []}.get(kind, [])

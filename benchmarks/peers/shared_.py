@@ -1,7 +1,7 @@
-"""What the scripts of other packages share; it runs in their environments, so with NumPy and nothing of ours.
+"""Shared by the scripts of other packages; runs in their environments, so it uses NumPy but not tdpfed.
 
 Each is called as ``PACKAGE_.py DATA METHOD ROUNDS`` and prints one line of JSON: seconds of each round after the
-warm-up, and versions. A client's data are cut to the samples of its 23 steps, for packages that count in epochs.
+warm-up, and versions. A client's data are limited to the samples of its 23 steps, for packages that count epochs.
 """
 
 import json
@@ -27,7 +27,7 @@ def arguments() -> tuple[str, str, int]:
 
 @cache
 def clients(path: str) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """Return each client's flat inputs and labels, as many as it needs for a round."""
+    """Return each client's flat inputs and labels, exactly the samples of one round."""
     with np.load(path, allow_pickle=False) as given:
         ends = np.cumsum(given["sizes"])
         x, y = given["x"].reshape(len(given["y"]), -1), given["y"]
@@ -36,7 +36,7 @@ def clients(path: str) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
 
 
 def unsupported(method: str) -> None:
-    """End with a reason where the package has no such method."""
+    """Exit with an error message: the package does not have this method."""
     sys.exit(f"error: no {method} in this package")
 
 

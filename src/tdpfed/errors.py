@@ -1,8 +1,8 @@
 """The exception this package raises for bad input.
 
-Its message names the field, the value that was given and what is allowed; its attributes hold the same, so that nobody
-has to read the message. The command line prints it and exits with 2; anything else that reaches the top is a bug and
-keeps its traceback.
+Its message names the field, the given value and what is allowed; its attributes hold the same, so that no program has
+to parse the message. The command line prints the message and exits with 2. Any other exception that reaches the command
+line is a bug and keeps its traceback.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from typing import Self
 
 
 class TDPFedError(ValueError):
-    """Bad input: ``reason`` says what is wrong with ``field``, which is None where no single field is to blame."""
+    """Bad input: ``reason`` says what is wrong with ``field``; None if no single field is at fault."""
 
     def __init__(
         self, reason: str, *, field: str | None = None, value: object = None, allowed: Sequence[str] | str = ()
@@ -20,11 +20,11 @@ class TDPFedError(ValueError):
         self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
 
     def at(self, field: str | None) -> Self:
-        """Return the same error about a field of another name."""
+        """Return the same error for another field name."""
         return self._like(field, self.reason)
 
     def within(self, section: str) -> Self:
-        """Return the same error with its field below a section, as ``algorithm.tau`` for ``tau``."""
+        """Return the same error with the field qualified by a section: ``algorithm.tau`` for ``tau``."""
         return self.at(section if self.field is None else f"{section}.{self.field}")
 
     def noting(self, note: str) -> Self:
@@ -39,11 +39,11 @@ class TDPFedError(ValueError):
 
 
 class UnknownError(TDPFedError):
-    """A name that does not exist: ``value`` was given, ``allowed`` are the names there are."""
+    """An unknown name: ``value`` was given, ``allowed`` are the known names."""
 
 
 class CombinedError(TDPFedError):
-    """Several errors found at once: ``errors`` are they, ``lines`` their messages."""
+    """Several errors reported together: the ``errors``, and their messages as ``lines``."""
 
     def __init__(self, errors: Sequence[TDPFedError]) -> None:
         self.errors = list(errors)
@@ -51,7 +51,7 @@ class CombinedError(TDPFedError):
         super().__init__("; ".join(self.lines))
 
     def within(self, section: str) -> Self:
-        """Return the same errors with their fields below a section."""
+        """Return the same errors with their fields qualified by a section."""
         return type(self)([error.within(section) for error in self.errors])
 
     def noting(self, note: str) -> Self:
@@ -60,26 +60,26 @@ class CombinedError(TDPFedError):
 
 
 class QuorumError(TDPFedError):
-    """A round had fewer accepted uploads than it needs, as often as it may be tried."""
+    """A round had too few accepted uploads in every attempt."""
 
 
 class RankError(TDPFedError):
-    """Another process of a run in several processes is gone."""
+    """A process of a run in several processes has ended."""
 
 
 def each(error: TDPFedError) -> list[TDPFedError]:
-    """Return the single errors of one that may be several."""
+    """Return the individual errors of one that may combine several."""
     return error.errors if isinstance(error, CombinedError) else [error]
 
 
 def raise_all(errors: Sequence[TDPFedError]) -> None:
-    """Raise what was found wrong, if anything was: one error as it is, several as one."""
+    """Raise the errors, if any: a single one as it is, several combined."""
     if errors:
         raise errors[0] if len(errors) == 1 else CombinedError(errors)
 
 
 def wrong(field: str, value: object, allowed: str, words: Iterable[str] = ()) -> TDPFedError:
-    """Return the error for a value that is not ``allowed``; of ``words`` the nearest is suggested."""
+    """Return the error for a value that is not ``allowed``; suggests the nearest of ``words``."""
     near = nearest(value, words)
     hint = f"; did you mean {near!r}?" if near else ""
     return TDPFedError(f"{value!r} given, must be {allowed}{hint}", field=field, value=value, allowed=allowed)
@@ -95,5 +95,5 @@ def unknown(field: str, value: object, allowed: Iterable[str]) -> UnknownError:
 
 
 def nearest(value: object, words: Iterable[str]) -> str | None:
-    """Return the word that is most like a value, if any is like it."""
+    """Return the word most similar to a value, or None."""
     return next(iter(difflib.get_close_matches(str(value), list(words), n=1)), None)

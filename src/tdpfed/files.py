@@ -1,7 +1,7 @@
-"""Files and folders that are written completely or not at all, and a Ctrl-C that waits until they are.
+"""Atomic writes of files and folders, and a delayed Ctrl-C.
 
-Content goes to a temporary name beside its target, down to the disk, and is then renamed: readers see the old file or
-the new one, also after a crash. Errors are reported as a :class:`TDPFedError` that names the option and the path.
+Content is written under a temporary name in the same folder, flushed to disk and then renamed: readers see the old file
+or the new one, even after a crash. Errors are reported as a :class:`TDPFedError` that names the option and the path.
 """
 
 import os
@@ -23,7 +23,7 @@ PART = ".part"
 def write_file(path: Path, content: str | bytes, *, field: str, mode: int = 0o666, unique: bool = False) -> None:
     """Write a file atomically; text is encoded as UTF-8. ``field`` is the option or key that an error message names.
 
-    ``mode`` are its permissions, less the umask. The temporary name is ``NAME.part``; with ``unique`` it has a random
+    ``mode`` are its permissions before the umask. The temporary name is ``NAME.part``; with ``unique`` it has a random
     part, for files that several processes may write at the same time.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PART}") if unique else part_of(path)
@@ -78,47 +78,45 @@ def write_folder(
 ) -> list[Path]:
     """Write files into a new or empty folder and return them; only the owner can read names that end in ``private``.
 
-    They are written into a temporary folder beside it, which only the owner can read, and moved when all are complete.
+    They are first written to a temporary folder next to it, which only the owner can read, and moved when complete.
     """
     folder = folder.expanduser()
-    beside: Path | None = None
+    temporary: Path | None = None
     try:
         with write_errors(field, folder):
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise TDPFedError(
-                    f"{field}: {str(folder)!r} is already there and not empty; give a new or empty folder"
-                )
+                raise TDPFedError(f"{field}: {str(folder)!r} given, which is not empty; must be a new or empty folder")
             folder.parent.mkdir(parents=True, exist_ok=True)
-            beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.resolve().parent))
-            whole = beside / folder.name
-            whole.mkdir(mode)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.resolve().parent))
+            staged = temporary / folder.name
+            staged.mkdir(mode)
             for name, content in files.items():
-                place = whole / name
+                place = staged / name
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_part(place, content, mode=0o600 if private and name.endswith(private) else 0o644, sync=False)
-            if folder.exists():  # it may be somebody's working directory: fill it, do not replace it
-                for entry in whole.iterdir():
+            if folder.exists():  # it may be a working directory: fill it, do not replace it
+                for entry in staged.iterdir():
                     entry.rename(folder / entry.name)
             else:
-                whole.rename(folder)
+                staged.rename(folder)
     finally:
-        if beside is not None:
-            shutil.rmtree(beside, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return [folder / name for name in files]
 
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Delay a Ctrl-C that arrives inside the block until its end, so that writes that belong together both happen."""
+    """Delay a Ctrl-C inside the block until its end, so that related writes are all completed."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
-            before(came[0], None)
+        if received:
+            before(received[0], None)

@@ -1,6 +1,6 @@
-"""Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I) and a few friends.
+"""Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I) and a few others.
 
-Each is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So each runs unchanged under
+Each model is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So it works unchanged with
 ``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``.
 """
 
@@ -31,7 +31,7 @@ def build(
 ) -> nn.Module:
     """Return a new model that maps ``(B, *input_shape)`` to logits ``(B, classes)``.
 
-    With a seed the weights are drawn on the CPU from that seed alone, and torch's generators stay as they were.
+    With a seed, the weights are drawn on the CPU from that seed only, and torch's generators are left unchanged.
     """
     if name not in MODELS:
         raise unknown("model", name, MODELS)
@@ -46,10 +46,10 @@ def build(
 def from_spec(
     spec: str, input_shape: Sequence[int] | None = None, classes: int | None = None, *, seed: int | None = None
 ) -> nn.Module:
-    """Return ``build(spec, ...)``, or for ``"package.module:factory"`` what the user's own factory makes.
+    """Return ``build(spec, ...)``, or the result of the user's own factory ``"package.module:factory"``.
 
-    The factory is called as ``factory(input_shape, classes)`` where both are given and it accepts two positional
-    arguments, else as ``factory()``; under the seed, as in :func:`build`.
+    The factory is called as ``factory(input_shape, classes)`` if both are given and it accepts two positional
+    arguments, otherwise as ``factory()``; the seed applies as in :func:`build`.
     """
     if ":" not in spec:
         return build(spec, input_shape, classes, seed=seed)
@@ -72,13 +72,13 @@ def from_spec(
 def _accepts_two(factory: Callable[..., object]) -> bool:
     try:
         inspect.signature(factory).bind(None, None)
-    except (TypeError, ValueError):  # another arity; no signature to ask
+    except (TypeError, ValueError):  # different arguments, or no signature
         return False
     return True
 
 
 def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape, int]:
-    """Return shape and classes as plain integers; refuse what the model cannot take."""
+    """Return shape and classes as plain integers; reject values that the model does not support."""
     least = MODELS[name].least_side
     rule = "sizes of at least 1" if least is None else f"(channels, height, width), height and width at least {least}"
     try:
@@ -95,12 +95,12 @@ def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw on the CPU from ``seed`` and put the generator back after; without a seed change nothing."""
+    """Seed the CPU generator inside the context and restore it afterwards; without a seed, do nothing."""
     if seed is None:
         yield
         return
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs
         yield
 
 
@@ -109,7 +109,7 @@ def _chain(**layers: nn.Module) -> nn.Sequential:
 
 
 def _perceptron(*hidden: int) -> Factory:
-    """Return the factory of linear layers ``fc1, fc2, ...`` with ReLU between; the input is flattened."""
+    """Return a factory of linear layers ``fc1, fc2, ...`` with ReLU in between; the input is flattened."""
 
     def factory(shape: Shape, classes: int) -> nn.Module:
         return _chain(**_linear_layers(math.prod(shape), *hidden, classes))
@@ -127,9 +127,9 @@ def _linear_layers(*sizes: int) -> dict[str, nn.Module]:
 
 
 def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int], norm_groups: int = 0) -> Factory:
-    """Return the factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, and linear layers after them.
+    """Return a factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, followed by linear layers.
 
-    With ``norm_groups`` a GroupNorm of so many groups stands before each ReLU of a convolution.
+    With ``norm_groups``, a GroupNorm with that many groups precedes each ReLU of a convolution.
     """
 
     def factory(shape: Shape, classes: int) -> nn.Module:
@@ -149,7 +149,7 @@ def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int], norm_gro
 
 
 def _vgg8(norm_groups: int = 0) -> Factory:
-    """Return the factory of the paper's VGG8, with weights of variance 1/fan_in.
+    """Return a factory of the paper's VGG8, with weights of variance 1/fan_in.
 
     He's 2/fan_in diverges at the paper's learning rates. ``norm_groups`` adds GroupNorm, which the paper does not have.
     """
@@ -167,14 +167,14 @@ def _vgg8(norm_groups: int = 0) -> Factory:
 
 
 def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
-    """A convolution without bias and GroupNorm in eight groups."""
+    """Return a convolution without bias, followed by GroupNorm with eight groups."""
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     return _chain(conv=conv, norm=nn.GroupNorm(8, outputs))
 
 
 class _ResidualBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut, which is a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _ResidualBlock(nn.Module):
 
 
 def _resnet(widths: Sequence[int], depth: int) -> Factory:
-    """Return the factory of a CIFAR-style ResNet: 3x3 stem, ``depth`` blocks per stage, each later stage halved."""
+    """Return a factory of a CIFAR-style ResNet: 3x3 stem, ``depth`` blocks per stage, resolution halved per stage."""
 
     def factory(shape: Shape, classes: int) -> nn.Module:
         blocks: dict[str, nn.Module] = {}
@@ -211,7 +211,7 @@ def _resnet(widths: Sequence[int], depth: int) -> Factory:
 
 
 class _TransformerBlock(nn.Module):
-    """Multi-head self-attention and an MLP over tokens ``(B, T, width)``, each normed before and added to its input."""
+    """Multi-head self-attention and an MLP over tokens ``(B, T, width)``, pre-normed and residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class _Transformer(nn.Module):
         self.grid = tuple((side // _patch(side), _patch(side)) for side in sides)  # per side: patches, their size
         (rows, p), (columns, q) = self.grid
         if rows * columns < 2:
-            rule = "a height or width that is no prime, to be cut into patches"
+            rule = "a height or width that is not prime and can be cut into patches"
             raise TDPFedError(f"{shape!r} does not fit transformer. Allowed: {rule}", field="input_shape")
         self.embed = nn.Linear(channels * p * q, width)
         self.position = nn.Parameter(0.02 * torch.randn(rows * columns, width))
@@ -258,12 +258,12 @@ class _Transformer(nn.Module):
 
 
 def _patch(side: int) -> int:
-    """Return the smallest divisor of ``side``, from 2 up, that leaves at most eight patches; 32 and 28 give 4."""
+    """Return the smallest divisor of ``side`` (at least 2) that gives at most eight patches; 4 for 32 and 28."""
     return next((p for p in range(2, side) if side % p == 0 and side <= 8 * p), side)
 
 
 class ModelEntry(NamedTuple):
-    """A factory ``(input_shape, classes) -> module``, its defaults and the least image side (None: any shape)."""
+    """A factory ``(input_shape, classes) -> module``, its defaults and the minimum image side (None: any shape)."""
 
     factory: Factory
     input_shape: Shape

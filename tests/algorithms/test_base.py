@@ -124,7 +124,7 @@ def test_no_function_changes_its_arguments(name: str, runner: Any) -> None:
 
 
 @pytest.mark.parametrize("name", small.variants())
-def test_the_personalised_model_is_not_overwritten_by_what_follows(name: str) -> None:
+def test_the_personalized_model_is_not_overwritten_by_what_follows(name: str) -> None:
     """theta_k is what local training ended with, not the local model nor the next broadcast (a known fault)."""
     simulation = small.train(small.variants()[name], rounds=1)
     fresh = Simulation(small.mlp(), small.federation(), small.variants()[name])

@@ -37,7 +37,7 @@ def test_built_in_names_and_own_classes_are_found() -> None:
         ("users_methods:Algorithm", ["subclass"]),
         ("users_methods:Abstract", ["abstract", "aggregate", "update"]),
         ("users_methods:Bare", ["lam", "hyper"]),
-        ("users_methods:Nameless", ["a name of its own"]),
+        ("users_methods:Nameless", ["its own name"]),
         ("users_methods:", ["package.module:Class"]),
         (":Ditto", ["package.module:Class"]),
         ("own methods:Ditto", ["package.module:Class"]),

@@ -50,7 +50,7 @@ def reference(
 
 
 def by_torch(make: Any, algorithm: TDPFed, plan: FactorPlan, *, afresh: bool = False, alternating: bool = False) -> Any:
-    """Move named factors by an optimiser of torch.optim and autograd; one optimiser for each factor."""
+    """Move named factors by an optimizer of torch.optim and autograd; one optimizer for each factor."""
     parameters: dict[str, nn.Parameter] = {}
     rules: dict[str, torch.optim.Optimizer] = {}
 
@@ -87,7 +87,7 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("state", ["round", "local-round"])
 @pytest.mark.parametrize("steps", ["joint", "alternating"])
-def test_factor_optimisers(optimizer: Any, state: Any, steps: Any) -> None:
+def test_factor_optimizers(optimizer: Any, state: Any, steps: Any) -> None:
     algorithm = settings(optimizer=optimizer, optimizer_state=state, factor_steps=steps)
     simulation, theta, a = one_client(algorithm)
     plan = FactorPlan.of(simulation.objective.model, algorithm.compression)
@@ -106,7 +106,7 @@ def test_factor_optimisers(optimizer: Any, state: Any, steps: Any) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["one client", "clients"])
 @pytest.mark.parametrize("model", small.MODELS)
-def test_an_optimiser_that_goes_on_makes_two_rounds_one(optimizer: Any, lead: tuple[int, ...], model: str) -> None:
+def test_an_optimizer_that_goes_on_makes_two_rounds_one(optimizer: Any, lead: tuple[int, ...], model: str) -> None:
     """A client's two rounds, the second from its own upload and theta, against one of twice the local rounds."""
     twice = settings(optimizer=optimizer, tau=2 * small.TDPFED["tau"], keep_theta=True)
     simulation = Simulation(small.MODELS[model](), small.federation(), twice)

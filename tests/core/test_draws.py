@@ -142,7 +142,7 @@ def test_keys_differ_wherever_they_stand() -> None:
     )  # key(0, BATCH, 1, 1) is in two rows; 32 bits collide now and then
 
 
-def test_uniform_is_uniform_and_neighbours_are_unrelated() -> None:
+def test_uniform_is_uniform_and_neighbors_are_unrelated() -> None:
     draws = uniform(key(5, Stream.DROP, 1, torch.arange(100_000)))
     assert draws.dtype == torch.float64
     assert draws.min() >= 0
@@ -183,5 +183,5 @@ def test_many_are_permuted_as_few_are(shape: tuple[int, ...], monkeypatch: pytes
     bits = bits.reshape(shape[-1:])
     few = permute(index, size, bits)
     assert few.shape == shape
-    monkeypatch.setattr("tdpfed.core.draws.FEW", 0)
+    monkeypatch.setattr("tdpfed.core.draws.NUMPY_ELEMENTS", 0)
     assert torch.equal(permute(index, size, bits), few)

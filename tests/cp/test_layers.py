@@ -1,4 +1,4 @@
-"""Laws of tensorised layers: factor space against the composed layer, and what tensorize must keep of a model."""
+"""Laws of tensorized layers: factor space against the composed layer, and what tensorize must keep of a model."""
 
 import copy
 import math
@@ -69,7 +69,7 @@ def convolutions(draw: st.DrawFn) -> tuple[int, dict[str, Any], list[int]]:
 
 
 def make_conv(axes: int, arguments: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """A tensorised convolution, and an independent dense one with the composed weight."""
+    """A tensorized convolution, and an independent dense one with the composed weight."""
     torch.manual_seed(0)
     layer = CONVS[axes](**arguments, dtype=dtype)
     dense = DENSE_CONVS[axes](**{key: value for key, value in arguments.items() if key != "rank"}, dtype=dtype)
@@ -195,12 +195,12 @@ def test_tensorize_at_full_rank_keeps_a_trained_networks_outputs() -> None:
     x, y = randn(16, 3, 16, 16), torch.arange(16) % 4
     train(model, x, y)
     full = {n: p.numel() // max(p.shape) for n, p in model.named_parameters() if p.ndim > 1}
-    tensorised = tensorize(model, ranks=full)
-    assert [type(layer) for layer in tensorised if isinstance(layer, CPConv2d | CPLinear)] == [CPConv2d] * 2 + [
+    tensorized = tensorize(model, ranks=full)
+    assert [type(layer) for layer in tensorized if isinstance(layer, CPConv2d | CPLinear)] == [CPConv2d] * 2 + [
         CPLinear
     ] * 2
-    assert relative(tensorised(x), model(x)) < 1e-5
-    assert relative(densify(tensorised)(x), model(x)) < 1e-5
+    assert relative(tensorized(x), model(x)) < 1e-5
+    assert relative(densify(tensorized)(x), model(x)) < 1e-5
 
 
 def test_tensorize_fits_better_than_chance_and_can_be_trained() -> None:
@@ -220,9 +220,9 @@ def test_tensorize_fits_better_than_chance_and_can_be_trained() -> None:
 @pytest.mark.parametrize("name", ["dnn", "lenet", "vgg8", "resnet8", "transformer"])
 def test_densify_gives_back_names_and_shapes(name: str) -> None:
     model = build(name, seed=0)
-    tensorised = tensorize(model, 3.0, fit=False)
-    assert sum(p.numel() for p in tensorised.parameters()) < 0.5 * sum(p.numel() for p in model.parameters())
-    again = densify(tensorised)
+    tensorized = tensorize(model, 3.0, fit=False)
+    assert sum(p.numel() for p in tensorized.parameters()) < 0.5 * sum(p.numel() for p in model.parameters())
+    again = densify(tensorized)
     assert {n: v.shape for n, v in again.state_dict().items()} == {n: v.shape for n, v in model.state_dict().items()}
     assert type(again) is type(model)
 
@@ -253,23 +253,23 @@ def test_the_device_is_kept() -> None:
 def test_the_model_and_torchs_generator_stay_as_they_were() -> None:
     model = small_net()
     before, structure, state = copy.deepcopy(model.state_dict()), repr(model), torch.random.get_rng_state()
-    tensorised = tensorize(model, 1.5)
-    factors = copy.deepcopy(tensorised.state_dict())
-    densify(tensorised)
+    tensorized = tensorize(model, 1.5)
+    factors = copy.deepcopy(tensorized.state_dict())
+    densify(tensorized)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert repr(model) == structure
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, factors[name]) for name, value in tensorised.state_dict().items())
+    assert all(torch.equal(value, factors[name]) for name, value in tensorized.state_dict().items())
     memory = {p.data_ptr() for p in model.parameters()}
-    assert not memory & {p.data_ptr() for p in tensorised.parameters()}
+    assert not memory & {p.data_ptr() for p in tensorized.parameters()}
 
 
-def test_a_bare_layer_can_be_tensorised() -> None:
+def test_a_bare_layer_can_be_tensorized() -> None:
     layer = nn.Linear(12, 10)
-    tensorised: Any = tensorize(layer)
-    assert isinstance(tensorised, CPLinear)
-    assert Layout.of(tensorised) == FactorPlan.of(layer).factors
-    again: Any = densify(tensorised)
+    tensorized: Any = tensorize(layer)
+    assert isinstance(tensorized, CPLinear)
+    assert Layout.of(tensorized) == FactorPlan.of(layer).factors
+    again: Any = densify(tensorized)
     assert type(again) is nn.Linear
 
 
@@ -376,10 +376,10 @@ def test_tied_weights_stay_tied_and_dense(order: tuple[str, str]) -> None:
     kinds: dict[str, Any] = {"head": nn.Linear(8, 30), "other": nn.Linear(8, 30), "embedding": nn.Embedding(30, 8)}
     model = nn.ModuleDict({name: kinds[name] for name in order} | {"free": nn.Linear(20, 20)})
     model[order[1]].weight = model[order[0]].weight
-    tensorised = tensorize(model)
-    assert tensorised[order[0]].weight is tensorised[order[1]].weight
-    assert isinstance(tensorised[order[0]].weight, nn.Parameter)
-    assert type(tensorised["free"]) is CPLinear
+    tensorized = tensorize(model)
+    assert tensorized[order[0]].weight is tensorized[order[1]].weight
+    assert isinstance(tensorized[order[0]].weight, nn.Parameter)
+    assert type(tensorized["free"]) is CPLinear
 
 
 def test_other_layers_stay_as_they_are() -> None:
@@ -394,9 +394,9 @@ def test_other_layers_stay_as_they_are() -> None:
 def test_transformer_encoder_layers_work(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
     full = dict.fromkeys(("linear1.weight", "linear2.weight"), 16)
-    tensorised: Any = tensorize(layer, ranks=full, include=["linear*"])
-    assert type(tensorised.linear1) is CPLinear
+    tensorized: Any = tensorize(layer, ranks=full, include=["linear*"])
+    assert type(tensorized.linear1) is CPLinear
     x = randn(3, 5, 16)
     with torch.set_grad_enabled(training):  # without gradients, eval takes PyTorch's fast path over linear1.weight
-        assert relative(tensorised(x), layer(x)) < 1e-5
+        assert relative(tensorized(x), layer(x)) < 1e-5
     assert type(tensorize(layer).self_attn.out_proj) is type(layer.self_attn.out_proj)

@@ -188,7 +188,7 @@ def test_rows_and_totals_add_up(name: str, compression: float) -> None:
             assert len(row.shape) > 1
 
 
-def test_what_is_factorised() -> None:
+def test_what_is_factorized() -> None:
     ranks = {row.name: row.rank for row in FactorPlan.of(Many(), 1.5).rows()}
     matrices = {"embedding.weight", "up.weight", "line.weight", "cube.weight", "attention.in_proj_weight"}
     matrices |= {"attention.out_proj.weight"}
@@ -226,7 +226,7 @@ def test_patterns() -> None:
 
 @pytest.mark.parametrize("name", ["dnn", "lenet", "vgg8", "resnet8"])
 @pytest.mark.parametrize("compression", [1.5, 8.0])
-def test_factors_are_named_as_in_the_tensorised_module(name: str, compression: float) -> None:
+def test_factors_are_named_as_in_the_tensorized_module(name: str, compression: float) -> None:
     model = make(name)
     plan = FactorPlan.of(model, compression)
     assert Layout.of(tensorize(model, compression, fit=False)) == plan.factors
@@ -300,7 +300,7 @@ def test_decompose_is_the_fit_of_each_parameter() -> None:
 
 @pytest.mark.parametrize("compression", [0, -1.0, math.nan, math.inf, -math.inf])
 def test_bad_rates_are_refused(compression: float) -> None:
-    with pytest.raises(TDPFedError, match=f"^compression: {compression} given, must be a finite rate above 0$"):
+    with pytest.raises(TDPFedError, match=f"^compression: {compression} given"):
         FactorPlan.of({"w": (4, 4)}, compression)
 
 
@@ -313,9 +313,7 @@ def test_bad_ranks_are_refused(rank: Any) -> None:
 @pytest.mark.parametrize("field", ["include", "exclude", "ranks"])
 def test_patterns_that_match_nothing_are_refused(field: str) -> None:
     patterns: Any = {"conv*": 2} if field == "ranks" else ["conv*"]
-    with pytest.raises(
-        TDPFedError, match=rf"^{field}: the pattern 'conv\*' matches no parameter; there are fc.weight, b"
-    ):
+    with pytest.raises(TDPFedError, match=rf"^{field}: the pattern 'conv\*' matches no parameter, .*fc.weight, b"):
         FactorPlan.of({"fc.weight": (4, 4), "b": (3,)}, **{field: patterns})
 
 

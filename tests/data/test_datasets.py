@@ -50,11 +50,9 @@ def test_the_environment_and_the_cache_are_searched(
 def test_offline_names_the_files_and_the_folder(tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist")
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(
-        TDPFedError, match=rf"'mnist': no download .*; put t10k-labels-idx1-ubyte\.gz into {tmp_path}/mnist, or say"
-    ):
+    with pytest.raises(TDPFedError, match=rf"'mnist': .*; put t10k-labels-idx1-ubyte\.gz into {tmp_path}/mnist"):
         load("mnist", tmp_path)
-    with pytest.raises(TDPFedError, match=r"'cifar100': no download .*; put cifar-100-binary\.tar\.gz into "):
+    with pytest.raises(TDPFedError, match=r"'cifar100': .*; put cifar-100-binary\.tar\.gz into "):
         load("cifar100", tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_to_changes_type_and_leaves_the_original() -> None:
     meta = fed.to("meta")
     assert meta.device.type == "meta"
     assert all(getattr(meta, f).is_meta for f in ("y", "train_start", "train_size", "test_start", "test_size"))
-    with pytest.raises(TDPFedError, match=r"dtype: torch\.int64; allowed: a floating-point type"):
+    with pytest.raises(TDPFedError, match=r"dtype: torch\.int64; allowed"):
         fed.to("cpu", torch.int64)
 
 
@@ -114,7 +114,7 @@ def parted(x: Tensor, normalize: str, dtype: torch.dtype = torch.float64) -> Fed
 
 
 @pytest.mark.parametrize("shape", [(90, 5), (90, 2, 4), (90, 3, 4, 4)])
-def test_standard_normalises_per_channel_or_feature_by_training_samples_alone(shape: tuple[int, ...]) -> None:
+def test_standard_normalizes_per_channel_or_feature_by_training_samples_alone(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 7 + 3
     x = x * torch.arange(1, shape[1] + 1).view(-1, *[1] * (len(shape) - 2))
     fed = parted(x, "standard")
@@ -128,7 +128,7 @@ def test_standard_normalises_per_channel_or_feature_by_training_samples_alone(sh
     assert not torch.equal(parted(disturbed, "standard").x[60:], fed.x[60:])
 
 
-def test_feature_normalises_every_pixel_by_training_samples_alone() -> None:
+def test_feature_normalizes_every_pixel_by_training_samples_alone() -> None:
     x = torch.randn(90, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x = x * torch.arange(1, 49).view(3, 4, 4) + torch.arange(48).view(3, 4, 4)
     x[:, 0, 0, 0] = 7.0
@@ -171,7 +171,7 @@ def test_the_callers_data_stay_as_they_were(normalize: str, kind: torch.dtype) -
     assert torch.equal(x, before)
 
 
-def test_half_precision_is_normalised_before_it_is_rounded() -> None:
+def test_half_precision_is_normalized_before_it_is_rounded() -> None:
     x = torch.arange(90, dtype=torch.float64)[:, None] * 1e4
     fed = parted(x, "standard", torch.float16)
     assert fed.x.dtype == torch.float16

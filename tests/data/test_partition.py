@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**40)
 
 
 @st.composite
-def labelled(draw: st.DrawFn, least: int = 40, per_class: int = 1) -> NDArray[np.int64]:
+def labeled(draw: st.DrawFn, least: int = 40, per_class: int = 1) -> NDArray[np.int64]:
     """Labels of up to seven classes, of unequal sizes, in random order."""
     counts = draw(st.lists(st.integers(per_class, 60), min_size=1, max_size=7))
     counts[0] += least
@@ -31,7 +31,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(np.array_equal(p, q) for p, q in zip(a, b, strict=True))
 
 
-@given(labels=labelled(), clients=st.integers(1, 20), seed=seeds, skew=st.floats(0, 3), least=st.integers(1, 2))
+@given(labels=labeled(), clients=st.integers(1, 20), seed=seeds, skew=st.floats(0, 3), least=st.integers(1, 2))
 def test_iid_deals_every_sample_once(
     labels: NDArray[np.int64], clients: int, seed: int, skew: float, least: int
 ) -> None:
@@ -42,7 +42,7 @@ def test_iid_deals_every_sample_once(
     assert same(parts, iid(labels, clients, seed, skew, min_samples=least))
 
 
-@given(labels=labelled(), clients=st.integers(1, 20), seed=seeds)
+@given(labels=labeled(), clients=st.integers(1, 20), seed=seeds)
 def test_iid_without_skew_is_equal(labels: NDArray[np.int64], clients: int, seed: int) -> None:
     sizes = [len(part) for part in iid(labels, clients, seed)]
     assert max(sizes) - min(sizes) <= 1
@@ -56,7 +56,7 @@ def test_iid_skew_spreads_the_sizes_and_seeds_differ() -> None:
 
 
 @given(
-    labels=labelled(per_class=21),
+    labels=labeled(per_class=21),
     clients=st.integers(1, 20),
     per_client=st.integers(1, 7),
     seed=seeds,
@@ -89,7 +89,7 @@ def test_classes_as_in_the_paper_twenty_clients_of_two_classes() -> None:
     assert np.array_equal(equal, np.full(20, 3_500))
 
 
-@given(labels=labelled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
+@given(labels=labeled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
 def test_classes_in_turn_gives_client_k_the_kth_class_and_the_next(
     labels: NDArray[np.int64], clients: int, per_client: int, seed: int
 ) -> None:
@@ -119,11 +119,11 @@ def test_classes_reaches_the_least_number_under_strong_skew() -> None:
 @pytest.mark.parametrize(
     ("clients", "per_client", "message"),
     [
-        (4, 2, "clients: 4 with 2 classes each leave some of 10 classes to nobody; allowed: 5 clients or more"),
+        (4, 2, r"clients: 4 with 2 classes each .*; allowed: 5 clients"),
         (4, 11, "classes per client: 11; allowed: 1 to 10"),
         (4, 0, "classes per client: 0; allowed: 1 to 10"),
         (4, 2.5, r"classes per client: 2\.5; allowed: 1 to 10"),
-        (30, 2, "clients: 30 put 6 clients on class 0, which has 5 samples; allowed: so many that each gets 1"),
+        (30, 2, "clients: 30 put 6 clients on class 0"),
     ],
 )
 def test_classes_that_cannot_be_dealt(clients: int, per_client: Any, message: str) -> None:
@@ -131,7 +131,7 @@ def test_classes_that_cannot_be_dealt(clients: int, per_client: Any, message: st
         classes(np.repeat(np.arange(10), 5), clients, per_client, 0)
 
 
-@given(labels=labelled(), clients=st.integers(1, 8), alpha=st.floats(0.3, 100), seed=seeds)
+@given(labels=labeled(), clients=st.integers(1, 8), alpha=st.floats(0.3, 100), seed=seeds)
 def test_dirichlet_deals_every_sample_once(labels: NDArray[np.int64], clients: int, alpha: float, seed: int) -> None:
     parts = dirichlet(labels, clients, alpha, seed)
     assert len(parts) == clients
@@ -180,7 +180,7 @@ def test_natural_gives_each_its_own(owner: list[int]) -> None:
 
 def test_ids_may_be_strings_but_not_fractions() -> None:
     assert numbered(np.array(["ward b", "ward a", "ward b"])).tolist() == [1, 0, 1]
-    with pytest.raises(TDPFedError, match="client ids: float64; allowed: whole numbers or strings"):
+    with pytest.raises(TDPFedError, match="client ids: float64; allowed"):
         natural(np.array([0.5, np.nan]))
 
 
@@ -203,7 +203,7 @@ def test_bounded_draws_by_the_seed() -> None:
 
 def test_bounded_names_the_client_that_has_too_few() -> None:
     parts = [np.arange(5), np.arange(2)]
-    with pytest.raises(TDPFedError, match="min_samples: client 1 has 2 samples; allowed: 3 or more"):
+    with pytest.raises(TDPFedError, match="min_samples: client 1 has 2 samples"):
         bounded(parts, 0, min_samples=3)
     with pytest.raises(TDPFedError, match=r"max_samples: 2; allowed: 3 \(min_samples\) or more"):
         bounded(parts, 0, min_samples=3, max_samples=2)
@@ -241,9 +241,7 @@ def test_split_official_follows_the_mark() -> None:
     marked = np.array([False, True, False, True])
     pairs = split_official([np.array([0, 1]), np.array([2, 3])], marked)
     assert [(train.tolist(), test.tolist()) for train, test in pairs] == [([0], [1]), ([2], [3])]
-    with pytest.raises(
-        TDPFedError, match="client 1: 0 training and 2 test samples; allowed: 1 training sample or more"
-    ):
+    with pytest.raises(TDPFedError, match="client 1: 0 training and 2 test samples"):
         split_official([np.array([0, 2]), np.array([1, 3])], marked)
 
 
@@ -260,9 +258,9 @@ def test_bad_split() -> None:
 )
 def test_more_clients_than_samples(deal: Any) -> None:
     labels = np.zeros(8, np.int64)
-    with pytest.raises(TDPFedError, match="clients: 9; allowed: 1 to 8, for 8 samples and at least 1 each"):
+    with pytest.raises(TDPFedError, match="clients: 9; allowed: 1 to 8"):
         deal(labels, 9, 0)
-    with pytest.raises(TDPFedError, match="clients: 3; allowed: 1 to 2, for 8 samples and at least 4 each"):
+    with pytest.raises(TDPFedError, match="clients: 3; allowed: 1 to 2"):
         deal(labels, 3, 0, min_samples=4)
     with pytest.raises(TDPFedError, match="clients: 0; allowed"):
         deal(labels, 0, 0)

@@ -103,19 +103,15 @@ def test_obtain_downloads_what_is_missing_and_only_that(
 
 def test_a_download_with_a_wrong_checksum_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(monkeypatch, CONTENT[:-1])
-    with pytest.raises(
-        TDPFedError, match=r"'set': no download of https://example\.org/a\.gz \(SHA256 .*; put a\.gz into"
-    ):
+    with pytest.raises(TDPFedError, match=r"'set': .* https://example\.org/a\.gz \(SHA256 .*; put a\.gz into"):
         obtain("set", (SOURCE,), tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_offline_says_which_files_to_put_where(tmp_path: Path) -> None:
     other = Source("c.gz", ("c",), ("elsewhere",), "https://example.org/c.gz", "0" * 64)
-    wanted = (
-        rf"put a\.gz into {tmp_path}/set and c\.gz into {tmp_path}/elsewhere, or say with --data-root where they are$"
-    )
-    with pytest.raises(TDPFedError, match=r"no download of https://example\.org/a\.gz \(ConnectionError\); " + wanted):
+    wanted = rf"put a\.gz into {tmp_path}/set and c\.gz into {tmp_path}/elsewhere, .* --data-root"
+    with pytest.raises(TDPFedError, match=r"https://example\.org/a\.gz \(ConnectionError\); " + wanted):
         obtain("set", (SOURCE, other), tmp_path, download=True)
     with pytest.raises(TDPFedError, match=rf"'set': not found under {tmp_path}, .*; " + wanted):
         obtain("set", (SOURCE, other), tmp_path, download=False)

@@ -237,7 +237,7 @@ def test_attacks_change_what_a_server_makes_of_real_uploads(kind: Kind) -> None:
 @pytest.mark.parametrize("plan", [None, FactorPlan.of({"b": (19,)}), FactorPlan.of({"fc.weight": (8, 8)})])
 def test_without_factors_there_is_no_gauge_to_attack(plan: FactorPlan | None) -> None:
     uploads = {"w": drawn(0, 7, 19)}
-    with pytest.raises(TDPFedError, match="'gauge' given, but the uploads are no CP factors"):
+    with pytest.raises(TDPFedError, match=r"'gauge' given, .*no CP factors"):
         attack("gauge", uploads, uploads, BAD, turn(), plan=plan)
 
 

@@ -11,7 +11,7 @@ import small
 from tdpfed import make_federation
 from tdpfed.config.loading import load_config
 from tdpfed.data.federation import AUGMENT
-from tdpfed.engine.augment import REACH, augmented
+from tdpfed.engine.augment import MAX_SHIFT_PIXELS, augmented
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare
 
@@ -28,14 +28,15 @@ def changed(image: Tensor, mirrored: bool, down: int, right: int) -> Tensor:
     # A mirrored image is moved the other way, as the index is mirrored first.
     right = -right if mirrored else right
     height, width = image.shape[-2:]
-    framed = pad(image, (REACH,) * 4)
-    return framed[..., REACH + down : REACH + down + height, REACH + right : REACH + right + width]
+    top, left = MAX_SHIFT_PIXELS + down, MAX_SHIFT_PIXELS + right
+    framed = pad(image, (MAX_SHIFT_PIXELS,) * 4)
+    return framed[..., top : top + height, left : left + width]
 
 
 @pytest.mark.parametrize("kind", ["flip", "flip-shift"])
 def test_every_image_is_changed_in_an_allowed_way_and_all_ways_come(kind: str) -> None:
     x, clients = images(CLIENTS, BATCH), torch.arange(CLIENTS)
-    moves = range(-REACH, REACH + 1) if kind == "flip-shift" else [0]
+    moves = range(-MAX_SHIFT_PIXELS, MAX_SHIFT_PIXELS + 1) if kind == "flip-shift" else [0]
     seen = set()
     for step in range(4):
         y = augmented(x, kind, 1, 2, clients, step)

@@ -123,7 +123,7 @@ def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatc
     objective, _, data = case()
     data = data.to("cpu", torch.float32)
     assert evaluate.samples_at_once(objective, data) == evaluate.SAMPLES_AT_ONCE
-    monkeypatch.setattr(evaluate, "VALUES_AT_ONCE", 3 * objective.activation_size(data.x[:2]))
+    monkeypatch.setattr(evaluate, "ACTIVATIONS_AT_ONCE", 3 * objective.activation_size(data.x[:2]))
     assert evaluate.samples_at_once(objective, data) == 3
 
 

@@ -147,7 +147,7 @@ def test_the_command_line_shows_what_was_spent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["privacy.clip=1"], r"privacy\.noise: none given, clip and noise belong together"),
+        (["privacy.clip=1"], r"privacy\.noise: none given, clip and noise must be given together"),
         (["privacy.noise=1"], r"privacy\.clip: none given"),
         (["privacy.epsilon=1"], r"privacy\.epsilon: 1.0 given, but no clip and no noise"),
         (["privacy.clip=-1"], r"privacy\.clip: -1 given"),

@@ -13,7 +13,7 @@ from tdpfed.errors import TDPFedError
 
 
 def test_a_record_by_hand() -> None:
-    """Personalised, local and global accuracy, losses, bytes and who took part, from the states alone."""
+    """Personalized, local and global accuracy, losses, bytes and who took part, from the states alone."""
     data = small.federation()
     simulation = Simulation(small.mlp(), data, PFedMe(**small.COMMON), participation=Participation(3))
     simulation.step()

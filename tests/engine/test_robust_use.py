@@ -97,7 +97,7 @@ class Asserting(Dropping):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Dropping, "several clients at once"), (Branching, "branch on no values"), (Pair, "returns a tuple"),
+        (Dropping, "several clients at once"), (Branching, "branch on values"), (Pair, "returns a tuple"),
         (Asserting, "only squares"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(36, 3)), "Dropout"),
     ],

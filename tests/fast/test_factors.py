@@ -140,7 +140,7 @@ def test_factors_that_have_moved_on_say_so(
 
     if moved:
         for use in (lambda: first.value, lambda: first.composed, lambda: first.state, lambda: towards(first)):
-            with pytest.raises(RuntimeError, match="these have moved on; use what `towards` returned"):
+            with pytest.raises(RuntimeError, match="overwritten"):
                 use()
     else:
         assert torch.equal(first.value, value)

@@ -79,7 +79,7 @@ def test_in_a_descent_theta_is_looked_at_once_and_the_loss_told_once() -> None:
     assert isinstance(step, InPlace)
     seen, called = (
         {node.target for node in graph.graph.nodes if node.op == "call_function"}
-        for graph in (step.look, step.move_only)
+        for graph in (step.make_views, step.move_only)
     )
     assert {torch.split_with_sizes, place_in} <= seen
     assert not any("split" in str(target) or "gather" in str(target) for target in called)

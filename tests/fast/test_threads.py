@@ -32,7 +32,7 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 0)
+    monkeypatch.setattr("tdpfed.engine.runners.ONE_THREAD_PARAMETERS", 0)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -52,12 +52,14 @@ def trained(name: str, model: str, threads: int, chunk: int | None = None) -> Si
     return small.train(METHODS[name], model=model, data=data, chunk=chunk)
 
 
+@pytest.mark.parametrize("every", small.EVERY)
 @pytest.mark.parametrize("model", small.MODELS)
 @pytest.mark.parametrize("name", METHODS)
-def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str) -> None:
+def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str, every: bool) -> None:
     whole = trained(name, model, 1)
     for threads in (1, 2, 3):
-        for chunk in (None, *range(1, CLIENTS + 1, 1 if threads == 2 else 5)):
+        for size in (-1, *small.places(CLIENTS, every and threads == 2, 5)):
+            chunk = size + 1 or None
             assert small.equal(whole, trained(name, model, threads, chunk)), (threads, chunk)
 
 
@@ -68,7 +70,7 @@ def test_samples_drawn_for_all_are_those_that_chunks_draw_themselves(
     draws = small.watched(monkeypatch, runners, "batch_indices")
     whole = trained(name, "dense", 2, 5)
     once = len(draws)
-    monkeypatch.setattr(runners, "DRAWN_TOGETHER", 0)
+    monkeypatch.setattr(runners, "SAMPLES_DRAWN_TOGETHER", 0)
     assert small.equal(whole, trained(name, "dense", 2, 5))
     assert once < len(draws) - once  # in each round, and in each chunk
 
@@ -125,7 +127,7 @@ def test_threads_follow_inference_mode() -> None:
 
 
 def test_few_parameters_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tdpfed.engine.runners.SMALL", 10**9)
+    monkeypatch.setattr("tdpfed.engine.runners.ONE_THREAD_PARAMETERS", 10**9)
     torch.set_num_threads(4)
     assert trained("fedavg", "dense", 4).runner.lanes(CLIENTS) == (1, 1)
 
@@ -243,7 +245,7 @@ def test_between_groups_one_thread_computes_where_there_is_little_to_do(monkeypa
         assert torch.get_num_threads() == 1
         assert runner.lanes(CLIENTS) == (2, 1)  # as many as there are
     assert torch.get_num_threads() == runner.groups.threads == 2
-    monkeypatch.setattr("tdpfed.engine.runners.LITTLE", 0)
+    monkeypatch.setattr("tdpfed.engine.runners.QUIET_PARAMETERS", 0)
     with runner.around_groups(CLIENTS):
         assert torch.get_num_threads() == 2
 

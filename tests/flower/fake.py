@@ -61,8 +61,8 @@ class DigitsTask:
 
 
 def digits(*overrides: str) -> Config:
-    """Three clients on the embedded data set, three rounds."""
-    few = ["run.rounds=3", "run.evaluate_every=3", f"data.clients={NODES}", "data.per_client=4"]
+    """Three clients on the embedded data set, three rounds, in simulation one client after another as on nodes."""
+    few = ["run.rounds=3", "run.evaluate_every=3", "run.runner=loop", f"data.clients={NODES}", "data.per_client=4"]
     return load_config("digits", [*few, *overrides])
 
 

@@ -255,7 +255,7 @@ def without_flower(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_run_that_does_not_start_says_what_flower_said(tmp_path: Path, without_flower: list[str]) -> None:
     (tmp_path / "demo" / "logs").mkdir(parents=True)
-    with pytest.raises(TDPFedError, match="already there and not empty"):
+    with pytest.raises(TDPFedError, match="not empty"):
         run_demo(Demo(tmp_path / "demo"), print, print)
     with pytest.raises(TDPFedError, match="the run did not start"):
         run_demo(Demo(tmp_path / "other"), print, print)

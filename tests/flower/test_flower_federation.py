@@ -1,6 +1,6 @@
 """Real federations: a SuperLink and SuperNodes as processes, with TLS and node authentication, and what goes wrong.
 
-The first tests run with all others; those marked slow take minutes: ``python -m pytest -m slow tests/flower``.
+The first test runs with all others; those marked slow take minutes: ``python -m pytest -m slow tests/flower``.
 """
 
 import json
@@ -24,7 +24,9 @@ if not Path("/proc").is_dir():
 import torch
 from fake import DigitsTask, FakeGrid, run_config
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from tdpfed.cli import app
 from tdpfed.config import Config, load_config
 from tdpfed.flower import federation as federations
 from tdpfed.flower.app import init_app
@@ -128,12 +130,9 @@ def work(tmp_path: Path) -> Iterator[Path]:
 
 
 def demo(work: Path, *arguments: str) -> dict[str, Any]:
-    """Run the command to its end."""
-    done = subprocess.run(
-        [*COMMAND, "--out", str(work), "--json", *arguments], capture_output=True, text=True, check=False,
-        timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    """Run the command to its end, in this process; all others of the federation have their own."""
+    done = CliRunner().invoke(app, ["flower", "demo", "--out", str(work), "--json", *arguments])
+    assert done.exit_code == 0, (done.stderr, done.exception)
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return summary
 
@@ -215,6 +214,7 @@ INTRUDERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> None:
     keep = ("algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=3", "run.evaluate_every=9")
     trial = Trial(work, 3, *keep, deadline=45.0)
@@ -260,6 +260,7 @@ def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> 
         assert float((kept["theta"] - wanted["theta"]).abs().max()) <= 1e-6
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(work: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "--out", str(work), "--nodes", "2"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -124,7 +124,7 @@ def test_a_server_cannot_choose_another_folder(run: object, tmp_path: Path) -> N
         state_folder({"state-dir": str(tmp_path)}, run, 0)
 
 
-def test_a_personalised_model_is_loaded_into_a_module(tmp_path: Path) -> None:
+def test_a_personalized_model_is_loaded_into_a_module(tmp_path: Path) -> None:
     PrivateStore(tmp_path).save(1, 1, {"theta": torch.arange(6.0)}, 0)
     model = nn.Linear(2, 2)
     model.load_state_dict(load_personalized(tmp_path, model))

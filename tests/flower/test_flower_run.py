@@ -92,7 +92,7 @@ def test_the_run_folder_reads_as_any_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["tdpfed", "pfedme"])
-def test_the_personalised_model_never_leaves(tmp_path: Path, algorithm: str) -> None:
+def test_the_personalized_model_never_leaves(tmp_path: Path, algorithm: str) -> None:
     case = Case(tmp_path, f"algorithm.name={algorithm}")
     grid = case.grid()
     case.run(grid)
@@ -303,7 +303,7 @@ def test_with_stop_a_round_is_tried_once(tmp_path: Path) -> None:
     case = Case(
         tmp_path, *QUICK, "run.rounds=1", "participation.quorum=3", "participation.below_quorum=stop", deadline=0.2
     )
-    with pytest.raises(QuorumError, match=r"participation.quorum asks for 3"):
+    with pytest.raises(QuorumError, match=r"participation.quorum requires 3"):
         case.run(case.grid(tamper={0: lambda message: None}))
 
 
@@ -551,7 +551,7 @@ def test_a_client_that_diverges_says_so(tmp_path: Path, caplog: pytest.LogCaptur
     case.settings |= {"algorithm.eta": 1e38, "participation.attempts": 1}
     with pytest.raises(QuorumError):
         case.run()
-    assert "lower the learning rates (eta=1e+38)" in caplog.text
+    assert "not finite, the run diverges; lower the learning rates (eta=1e+38)" in caplog.text
 
 
 def test_configurations_of_both_kinds_are_the_same(tmp_path: Path) -> None:

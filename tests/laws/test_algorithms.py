@@ -20,7 +20,7 @@ DENSE: dict[str, Any] = {"exclude": ("*",), "optimizer": "gd", "s_prime": 1}
 
 
 def assert_same_course(left: Algorithm, right: Algorithm, participation: Participation, model: str) -> None:
-    """Run both for three rounds: the global and all personalised models agree after each."""
+    """Run both for three rounds: the global and all personalized models agree after each."""
     runs = [
         Simulation(small.MODELS[model](), small.federation(), algorithm, participation=participation)
         for algorithm in (left, right)
@@ -59,7 +59,7 @@ class TestCoincide:
         assert_same_course(meta, FedAvg(**small.COMMON), participation, model)
 
     @pytest.mark.parametrize("momentum", [0.0, 0.6])
-    def test_tdpfed_with_nothing_factorised_is_pfedme(
+    def test_tdpfed_with_nothing_factorized_is_pfedme(
         self, momentum: float, model: str, participation: Participation
     ) -> None:
         shared: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Algorithm 1 and its neighbours written out by hand, as a researcher would: modules, autograd, ``torch.optim``, loops.
+"""Algorithm 1 and its neighbors written out by hand, as a researcher would: modules, autograd, ``torch.optim``, loops.
 
 Only the minibatches and the initial factors are taken from the package, so that both sides see the same numbers.
 """
@@ -132,7 +132,7 @@ def test_tdpfed_is_algorithm_1(runner: Any, beta: float, selected: int | None) -
     )
     simulation, model, data, sizes = make(algorithm, runner=runner, participation=Participation(selected, "all"))
     factors = initial_factors(simulation)
-    assert [len(group) for group in factors.values()] == [4, 1, 2, 1, 2, 1]  # conv, fc1 and fc2 are factorised
+    assert [len(group) for group in factors.values()] == [4, 1, 2, 1, 2, 1]  # conv, fc1 and fc2 are factorized
     for round_ in range(1, ROUNDS + 1):
         thetas, uploads = [], []
         for client in range(CLIENTS):

@@ -11,6 +11,7 @@ from tdpfed.core.state import Turn
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
+from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.server.participation import Participation
 
 CLIENTS = 11
@@ -69,18 +70,18 @@ def test_any_chunking_equals_none_at_the_papers_size(name: str) -> None:
 
 def test_the_estimate_of_what_fits_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    together = Runner._together
+    together = Runner._run_chunk
 
     def spy(self: Runner, server: Any, private: Any, turn: Any, rows: slice, index: Any) -> Any:
         sizes.append(rows.stop - rows.start)
         return together(self, server, private, turn, rows, index)
 
-    monkeypatch.setattr(Runner, "_together", spy)
+    monkeypatch.setattr(Runner, "_run_chunk", spy)
     data = small.federation(CLIENTS, dtype=torch.float32)
     whole = small.train(CHUNKED["fedavg"], data=data)
     assert sizes == [CLIENTS, CLIENTS]
     sizes.clear()
-    monkeypatch.setattr("tdpfed.engine.runners.CPU_BYTES", 1)
+    monkeypatch.setattr("tdpfed.engine.runners.CPU_CHUNK_BYTES", 1)
     tight = small.train(CHUNKED["fedavg"], data=data)
     assert max(sizes) < CLIENTS
     assert sum(sizes) == 2 * CLIENTS
@@ -102,6 +103,18 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(name: str) ->
     assert all(torch.equal(value, again[1][key]) for key, value in first[1].items())
     assert first[0] != other[0]
     assert not torch.equal(first[1]["private theta"], other[1]["private theta"])
+
+
+@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("model", small.MODELS)
+def test_the_gradient_that_tests_share_is_a_models_own(name: str, model: str) -> None:
+    """``conftest.py`` records it once for equal layers: that changes no bit of a run."""
+    shared, other, own = (small.train(CHUNKED[name], 0, model=model) for _ in range(3))
+    assert shared.runner.gradient is other.runner.gradient
+    vars(own.runner)["gradient"] = RecordedGradient(own.objective)
+    for run in (shared, own):
+        run.step()
+    assert small.equal(shared, own)
 
 
 def test_global_random_state_is_neither_used_nor_changed() -> None:

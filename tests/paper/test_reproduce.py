@@ -68,7 +68,7 @@ def test_without_matplotlib_nothing_is_computed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(app, ["reproduce", "mnist", "--rounds", "1", "--out", str(tmp_path / "made")])
     assert isinstance(result.exception, TDPFedError)
-    assert str(result.exception) == "--figure: needs matplotlib, not installed; pip install 'tdpfed[report]'"
+    assert str(result.exception).startswith("--figure: matplotlib is not installed")
     assert not (tmp_path / "made").exists()
 
 
@@ -169,7 +169,7 @@ def test_without_a_run_the_finished_ones_are_written_and_the_others_named_as_mis
     arguments = ["reproduce", "mnist", "--rounds", "1", "--seeds", "1", "--out", str(tmp_path / "r")]
     nothing = CliRunner().invoke(app, [*arguments, *options, "--table", "3", "--no-run"])
     assert "--no-run" in str(nothing.exception)
-    assert "holds none of these runs finished" in str(nothing.exception)
+    assert "no finished run" in str(nothing.exception)
     assert not (tmp_path / "r").exists()
     run(tmp_path / "r", tables=(2,), rounds=1, seeds=1)
     more = [*options, "--set", "run.device=cuda"]  # a finished run may come from another machine

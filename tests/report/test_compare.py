@@ -176,7 +176,7 @@ def test_the_table_is_that_of_the_summaries_and_a_second_call_runs_nothing(monke
     assert {row["personalized_accuracy"]["mark"] for row in first["rows"]} >= {"best"}
     assert set(first["files"]) == {"table.md", "table.csv", "report.html"}
     (line, _) = csv.DictReader(io.StringIO(Path(first["files"]["table.csv"]).read_text()))
-    assert float(line["personalised %"]) == pytest.approx(100 * fedavg["personalized_accuracy"]["mean"])
+    assert float(line["personalized %"]) == pytest.approx(100 * fedavg["personalized_accuracy"]["mean"])
     assert CAPTION in Path(first["files"]["table.md"]).read_text()
     assert "fedavg" in Path(first["files"]["report.html"]).read_text()
     spy = Spy(monkeypatch)
@@ -296,7 +296,7 @@ def shown(made: Table, width: int = 200) -> str:
 
 def example(*datasets: str) -> Table:
     titles = tables.results([]).titles
-    cells = {"personalised %": [Cell(98.21, 0.34, 2, "best"), Cell(98.0, 0.5, 2, "close"), Cell(90.0, 0.1, 2)]}
+    cells = {"personalized %": [Cell(98.21, 0.34, 2, "best"), Cell(98.0, 0.5, 2, "close"), Cell(90.0, 0.1, 2)]}
     rows: list[list[str | Cell]] = []
     for i, dataset in enumerate(datasets):
         words: dict[str, str | Cell] = {"data set": dataset, "method": f"[red]m{i}", "target %": Cell(90.0 + i // 3)}
@@ -313,7 +313,7 @@ def test_the_best_is_bold_and_what_is_close_to_it_marked() -> None:
     assert "[red]m1" in text
     assert "rounds to 90 %" in text
     assert "data set" not in text
-    assert "not apart from it" in text
+    assert "not separated" in text
 
 
 def test_how_many_runs_a_mean_is_over_is_shown_where_some_failed() -> None:

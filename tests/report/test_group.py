@@ -30,11 +30,11 @@ def test_what_a_run_lacks_has_no_mean() -> None:
 
 
 def test_means_are_apart_when_their_spreads_do_not_meet() -> None:
-    assert not Stat(0.90, 0.02).apart(Stat(0.93, 0.02))
-    assert Stat(0.90, 0.01).apart(Stat(0.93, 0.01))
-    assert Stat(0.90).apart(Stat(0.93))
-    assert Stat(0.90, 0.5).apart(Stat(None))
-    assert not Stat(0.90).apart(Stat(0.90))
+    assert not Stat(0.90, 0.02).separated(Stat(0.93, 0.02))
+    assert Stat(0.90, 0.01).separated(Stat(0.93, 0.01))
+    assert Stat(0.90).separated(Stat(0.93))
+    assert Stat(0.90, 0.5).separated(Stat(None))
+    assert not Stat(0.90).separated(Stat(0.90))
 
 
 def test_seeds_of_one_configuration_are_one_group(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The page in a real browser: drawn, switched, sorted, followed, at any width and in the dark, silent and offline."""
+"""The page in a real browser: drawn, switched, sorted, followed, at any width and in the dark, silent and offline.
+
+A few tests run with all others, the rest with ``-m slow``.
+"""
 
 import json
 from collections.abc import Iterator
@@ -117,6 +120,7 @@ def test_the_x_axis_switches(page: Browser) -> None:
     assert max(ticks) == 10  # 40 rounds of a quarter of a second
 
 
+@pytest.mark.slow
 def test_the_x_axis_switches_by_keyboard(page: Browser) -> None:
     page.do("document.querySelector('input[name=x]:checked').focus()")
     page.press("ArrowRight")
@@ -124,6 +128,7 @@ def test_the_x_axis_switches_by_keyboard(page: Browser) -> None:
     assert page.do("document.activeElement.value") == "mb"
 
 
+@pytest.mark.slow
 def test_what_uploads_nothing_is_a_level_over_megabytes(page: Browser) -> None:
     click(page, "input[name=x][value=mb]")
     level = next(outline for outline in lines(page) if outline.count("L") + outline.count("H") == 1)
@@ -131,6 +136,7 @@ def test_what_uploads_nothing_is_a_level_over_megabytes(page: Browser) -> None:
     assert "local: uploads nothing" in page.do("document.querySelector('#curves > .hint').textContent")
 
 
+@pytest.mark.slow
 def test_accuracy_and_loss_are_selectable(page: Browser) -> None:
     before = [lines(page, 0), lines(page, 1)]
     click(page, "input[name=accuracy][value=global_accuracy]")
@@ -140,6 +146,7 @@ def test_accuracy_and_loss_are_selectable(page: Browser) -> None:
     assert lines(page, 1) != before[1]
 
 
+@pytest.mark.slow
 def test_single_runs_are_reachable(page: Browser) -> None:
     click(page, "input[name=view][value=single]")
     assert len(lines(page)) == 6
@@ -148,6 +155,7 @@ def test_single_runs_are_reachable(page: Browser) -> None:
     assert page.do("document.activeElement.getAttribute('aria-expanded')") == "true"
 
 
+@pytest.mark.slow
 def test_a_method_is_hidden_by_its_key(page: Browser) -> None:
     click(page, ".legend button")
     assert len(lines(page)) == 2
@@ -172,6 +180,7 @@ def test_the_table_holds_the_figures_of_the_report(page: Browser, report: Report
     assert any(cells[to_target] == "best" for cells in marks.values())
 
 
+@pytest.mark.slow
 def test_the_cost_to_a_target_is_that_of_the_package(page: Browser, report: Report) -> None:
     page.do(
         "const goal = document.querySelector('#target'); goal.value = '70'; goal.dispatchEvent(new Event('change'))"
@@ -184,6 +193,7 @@ def test_the_cost_to_a_target_is_that_of_the_package(page: Browser, report: Repo
         assert float(text.removeprefix("≈ ").partition(" ±")[0]) == pytest.approx(sum(rounds) / len(rounds), abs=0.051)
 
 
+@pytest.mark.slow
 def test_the_table_sorts_by_click_and_by_key(page: Browser) -> None:
     assert methods(page) == ["tdpfed", "local", "fedavg"]
     head = "#table thead th:nth-child({}) button"
@@ -199,6 +209,7 @@ def test_the_table_sorts_by_click_and_by_key(page: Browser) -> None:
     assert methods(page) == ["local", "tdpfed", "fedavg"]
 
 
+@pytest.mark.slow
 def test_every_control_is_reached_by_tab_and_shows_it(page: Browser) -> None:
     reached: list[str] = []
     for _ in range(60):
@@ -212,10 +223,11 @@ def test_every_control_is_reached_by_tab_and_shows_it(page: Browser) -> None:
             break
         assert outline >= 2, name
         reached.append(name)
-    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalised %"):
+    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalized %"):
         assert wanted in reached
 
 
+@pytest.mark.slow
 def test_choices_survive_a_reload(page: Browser) -> None:
     for selector in ("input[name=x][value=seconds]", "input[name=view][value=single]", ".legend button", "#theme"):
         click(page, selector)
@@ -227,6 +239,7 @@ def test_choices_survive_a_reload(page: Browser) -> None:
     assert page.do("document.documentElement.dataset.theme") == "dark"
 
 
+@pytest.mark.slow
 def test_nonsense_in_the_address_is_passed_over(page: Browser, report: Report) -> None:
     page.open(report.page, "x=nothing&sort=99.7&data=12&target=x&hide=77&zoom=a,b_c&theme=pink&view=%3Cb%3E&open=-3")
     assert (axis(page), len(lines(page)), methods(page)[0]) == ("communication round", 3, "tdpfed")
@@ -238,6 +251,7 @@ OVERFLOW = """[...document.querySelectorAll('body *')].filter((one) => {
 }).map((one) => one.tagName + '.' + one.className)"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 768])
 def test_nothing_is_wider_than_a_phone(page: Browser, report: Report, width: int) -> None:
     page.size(width, 800, mobile=True)
@@ -252,6 +266,7 @@ def brightness(page: Browser, script: str) -> float:
     return sum(values) / 3
 
 
+@pytest.mark.slow
 def test_the_page_is_dark_where_the_reader_prefers_it(page: Browser, report: Report) -> None:
     ground, plot, ink = (
         "getComputedStyle(document.body).backgroundColor",
@@ -290,6 +305,7 @@ def test_names_are_text_whatever_they_say(chrome: Browser, root: Path) -> None:
     assert sum(HOSTILE in text for text in texts(chrome, "td, th, li, h3, label")) > 3
 
 
+@pytest.mark.slow
 def test_panels_are_there_when_there_is_something_to_show(chrome: Browser, root: Path, report: Report) -> None:
     panels = "['plan', 'diagnostics', 'robust', 'privacy'].filter((id) => !document.getElementById(id).hidden)"
     chrome.open(report.page)
@@ -310,6 +326,7 @@ def test_panels_are_there_when_there_is_something_to_show(chrome: Browser, root:
     assert "too far" in "".join(texts(chrome, "#robust td"))
 
 
+@pytest.mark.slow
 def test_data_sets_are_shown_one_at_a_time(chrome: Browser, root: Path) -> None:
     other = folders.make(root / "synthetic", "data.name=synthetic", "algorithm.name=pfedme")
     chrome.open(write_page([root / "tdpfed-0", other], root / "two.html").page)
@@ -321,6 +338,7 @@ def test_data_sets_are_shown_one_at_a_time(chrome: Browser, root: Path) -> None:
     quiet(chrome)
 
 
+@pytest.mark.slow
 def test_a_page_of_twenty_runs_of_800_rounds_opens_at_once(chrome: Browser, root: Path) -> None:
     measured = {"diagnostics": {"gradient_norm": 0.5, "drift": 3.0}}
     paths = [
@@ -335,6 +353,7 @@ def test_a_page_of_twenty_runs_of_800_rounds_opens_at_once(chrome: Browser, root
     assert len(lines(chrome)) == 5
 
 
+@pytest.mark.slow
 def test_hostile_clients_are_not_among_those_served_badly(chrome: Browser, root: Path) -> None:
     path = folders.make(root / "attacked", "robust.attack=sign-flip")
     run = read_run(path)
@@ -347,6 +366,7 @@ def test_hostile_clients_are_not_among_those_served_badly(chrome: Browser, root:
     assert "Hostile clients" in chrome.do("document.querySelector('#clients figcaption').textContent")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_round_says_so(chrome: Browser, root: Path) -> None:
     path = folders.make(root / "fresh", rounds=0, status=None)
     chrome.open(write_page([path]).page)
@@ -357,6 +377,7 @@ def test_a_run_without_a_round_says_so(chrome: Browser, root: Path) -> None:
     assert lines(chrome) == []
 
 
+@pytest.mark.slow
 def test_a_followed_page_goes_on_to_newer_rounds_and_keeps_the_readers_choices(chrome: Browser, root: Path) -> None:
     path = folders.make(root / "going", rounds=3, status=None)
     page = write_page([path], reload_every=0.5).page
@@ -380,6 +401,7 @@ def test_a_followed_page_goes_on_to_newer_rounds_and_keeps_the_readers_choices(c
     quiet(chrome)
 
 
+@pytest.mark.slow
 def test_a_zoom_survives_a_reload(page: Browser) -> None:
     page.do(
         """Plotly.relayout(document.querySelector('#curves .chart'),

@@ -70,7 +70,7 @@ def test_what_was_dealt_differently_is_no_rival(tmp_path: Path) -> None:
         )
     ]
     (made, notes) = group_runs(read_runs(paths)[0])
-    at = results(made).titles.index("personalised %")
+    at = results(made).titles.index("personalized %")
     marks = [getattr(row[at], "mark", None) for row in results(made).rows]
     assert marks == ["", "best", "best", ""]
     assert any("2 different ways" in note for note in notes)
@@ -122,8 +122,8 @@ def test_csv_holds_every_number_in_full(groups: list[Group]) -> None:
     for line, group in zip(read_csv(table.to_csv(results(groups))), groups, strict=True):
         assert (line["data set"], line["method"], line["runs"]) == ("digits", group.label, "2")
         stat = group.stat("personalized_accuracy")
-        assert float(line["personalised %"]) == 100 * (stat.mean or 0)
-        assert float(line["personalised % sd"]) == 100 * (stat.spread or 0)
+        assert float(line["personalized %"]) == 100 * (stat.mean or 0)
+        assert float(line["personalized % sd"]) == 100 * (stat.spread or 0)
     lines = read_csv(table.to_csv(table.single_runs(groups)))
     assert [line["run"] for line in lines] == [run.name for group in groups for run in group.runs]
 

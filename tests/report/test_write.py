@@ -58,7 +58,7 @@ def test_json_names_page_files_and_notes(tmp_path: Path) -> None:
     answer = json.loads(out)
     assert (status, answer["page"], answer["files"]) == (0, str(path / "report.html"), [])
     assert [f"note: {note}" for note in answer["notes"]] == err.splitlines()
-    assert "metrics.jsonl is cut off" in err
+    assert "metrics.jsonl is truncated" in err
     assert "more than once" in err
     assert data_of(path / "report.html")["notes"] == answer["notes"]
 
@@ -68,7 +68,7 @@ def test_bad_input_is_status_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     cases = {
-        (str(tmp_path / "folder"),): ["RUN", "must be a run folder", "config.toml", "or a folder of such"],
+        (str(tmp_path / "folder"),): ["RUN", "must be a run folder", "config.toml"],
         (str(run), str(tmp_path / "nowhere")): ["RUN", "nowhere"],
         (str(run), "--out", str(tmp_path / "folder")): ["--out", "is a folder"],
         (str(run), "--out", str(tmp_path / "file" / "page.html")): ["--out", "cannot write"],
@@ -93,7 +93,7 @@ def test_a_missing_extra_is_named(
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(TDPFedError, match=rf"needs {package}, not installed; pip install 'tdpfed\[report\]'"):
+    with pytest.raises(TDPFedError, match=rf"{package} is not installed; pip install 'tdpfed\[report\]'"):
         call(str(folders.make(tmp_path / "run")), *arguments)
 
 
@@ -211,14 +211,14 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     folder, files = exported
     assert sorted(files) == sorted(folder.iterdir())
     stems = {file.stem for file in files if file.suffix == ".png"}
-    assert {"accuracy-personalised-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
+    assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
         with Image.open(folder / f"{stem}.png") as image:
-            colours = image.convert("RGB").getcolors(1 << 24)
+            colors = image.convert("RGB").getcolors(1 << 24)
             assert min(image.size) > 300
-            assert colours is not None
-            assert len(colours) > 20
+            assert colors is not None
+            assert len(colors) > 20
         svg = ET.parse(folder / f"{stem}.svg").getroot()
         assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 10
         assert "mathdefault" not in "".join(svg.itertext())
@@ -232,7 +232,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
 
 def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path]]) -> None:
     folder, _ = exported
-    root = ET.parse(folder / "accuracy-personalised-rounds.svg").getroot()
+    root = ET.parse(folder / "accuracy-personalized-rounds.svg").getroot()
     lines = [
         path.get("d", "")
         for path in root.iter("{http://www.w3.org/2000/svg}path")

@@ -256,10 +256,11 @@ def expect(folder: Path, damaged: str, pair: tuple[Path, Snapshot, Snapshot, set
     assert [damaged in warning for warning in warnings] == ([True] if damaged in files else []), warnings
 
 
-def test_every_truncation_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]]) -> None:
+@pytest.mark.parametrize("every", small.EVERY)
+def test_every_truncation_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]], every: bool) -> None:
     for name, size in sizes(pair[0]).items():
         whole = (pair[0] / name).read_bytes()
-        for length in reversed(range(size)):
+        for length in reversed(small.places(size, every)):
             os.truncate(pair[0] / name, length)
             expect(pair[0], name, pair)
         (pair[0] / name).write_bytes(whole + b"\0")
@@ -267,10 +268,11 @@ def test_every_truncation_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]
         (pair[0] / name).write_bytes(whole)
 
 
-def test_every_flipped_bit_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]]) -> None:
+@pytest.mark.parametrize("flips", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]], flips: int) -> None:
     random = Random(0)
     names, weights = zip(*sizes(pair[0]).items(), strict=True)
-    for name in random.choices(names, weights, k=2000):
+    for name in random.choices(names, weights, k=flips):
         with (pair[0] / name).open("r+b", buffering=0) as file:  # in place, which is quicker than writing anew
             data = file.read()
             place, bit = random.randrange(len(data)), 1 << random.randrange(8)

@@ -51,7 +51,7 @@ def test_a_folder_from_beginning_to_end(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_taken_and_another_run_is_not(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, "a = 1\n")
-    with pytest.raises(TDPFedError, match=r"--out: .* is already there and not empty"):
+    with pytest.raises(TDPFedError, match=r"--out: .*not empty"):
         RunFolder.create(tmp_path, "a = 2\n")
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
     (tmp_path / "file").write_text("kept")
@@ -127,17 +127,17 @@ def test_a_start_that_was_killed_is_no_run_and_does_not_block_the_next(tmp_path:
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "seeds.toml.part").write_text("")
     (tmp_path / "config.toml.part").write_text("[run]\n")
-    with pytest.raises(TDPFedError, match="no run folder"):
+    with pytest.raises(TDPFedError, match="must be a run folder"):
         RunFolder.open(tmp_path)
     RunFolder.create(tmp_path, "[run]\nrounds = 3\n")
     assert RunFolder.open(tmp_path)[1] == "[run]\nrounds = 3\n"
-    with pytest.raises(TDPFedError, match="already there and not empty"):
+    with pytest.raises(TDPFedError, match="not empty"):
         RunFolder.check(tmp_path)
 
 
 def test_a_folder_with_records_but_no_configuration_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
-    with pytest.raises(TDPFedError, match="already there and not empty"):
+    with pytest.raises(TDPFedError, match="not empty"):
         RunFolder.create(tmp_path, "")
 
 

@@ -222,9 +222,9 @@ def test_a_small_cell_leaves_the_next_all_threads(tmp_path: Path, monkeypatch: p
 
 def test_on_a_gpu_seeds_of_one_configuration_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [*seeds(3), cell("other", "algorithm.eta=0.2"), cell("late", "run.seed=9")]
-    assert [len(group) for group in grid._together(cells)] == [1, 1, 1, 1, 1]
+    assert [len(group) for group in grid._groups(cells)] == [1, 1, 1, 1, 1]
     monkeypatch.setattr(Config, "device", lambda _: torch.device("cuda"))
-    groups = [[one.name for one in group] for group in grid._together(cells)]
+    groups = [[one.name for one in group] for group in grid._groups(cells)]
     assert groups == [["fedavg-0", "fedavg-1", "fedavg-2", "late"], ["other"]]
 
 

@@ -57,7 +57,10 @@ def assert_same(left: Path, right: Path) -> None:
     assert one[0].meta == other[0].meta
 
 
-@pytest.mark.parametrize("algorithm", kill_cli.ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=pytest.mark.slow if name != "tdpfed" else ()) for name in kill_cli.ALGORITHMS],
+)
 def test_killed_at_random_instants_a_run_goes_on_to_the_same_bits(algorithm: str, tmp_path: Path) -> None:
     """The short form of ``tests/kill_cli.py``; one thread, for tests share the cores."""
     hit = kill_cli.trial(tmp_path, algorithm, 60, ("start", "save"), Random(algorithm), threads=1)
@@ -174,7 +177,7 @@ def test_without_checkpoints_a_run_starts_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--resume", "nowhere"], "is no run folder"),
+        (["--resume", "nowhere"], "must be a run folder"),
         (["mnist", "--resume", "."], "no preset"),
         (["--resume", ".", "--set", "run.rounds=3"], "no preset, --set"),
         (["--resume", ".", "--out", "x"], "no preset, --set or --out"),

@@ -86,8 +86,8 @@ def test_label_flip_changes_training_labels_of_the_hostile_only() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rule": Rule(gauge=1.0)}, "one of CP factors, and 'fedavg' sends none"),
-        ({"attack": Attack("gauge")}, "one of CP factors, and 'fedavg' sends none"),
+        ({"rule": Rule(gauge=1.0)}, "robust.gauge: 1.0 given"),
+        ({"attack": Attack("gauge")}, "robust.attack: 'gauge' given"),
         ({"codec": "int9"}, "did you mean 'int8'"),
     ],
 )  # fmt: skip

@@ -80,7 +80,7 @@ def test_nobody_refused_copies_nothing() -> None:
 @pytest.mark.parametrize("algorithm", [FedAvg(), TDPFed(), TDPFed(aggregation="act")], ids=str)
 def test_a_round_with_nobody_changes_nothing_without_privacy_and_adds_noise_with_it(algorithm: Algorithm) -> None:
     half, server, _ = made(algorithm)
-    uploads, turn = half.nobody(server, TURN)
+    uploads, turn = half.no_uploads(server, TURN)
     assert {name: value.shape[0] for name, value in uploads.items()} == dict.fromkeys(half.algorithm.up(), 0)
     assert half.aggregate(server, uploads, SAMPLES[:0], turn) is server
     private = made(algorithm, accountant=Accountant(Privacy(1.0, 1.0), 0.5))[0]
@@ -99,14 +99,14 @@ def test_the_cohort_is_the_rate_of_the_population() -> None:
 
 
 def _without(half: ServerRound, server: State) -> tuple[State, Tensor, Turn]:
-    uploads, turn = half.nobody(server, TURN)
+    uploads, turn = half.no_uploads(server, TURN)
     return uploads, SAMPLES[:0], turn
 
 
 def test_enough_uploads_and_the_error_where_there_are_too_few() -> None:
     half = made(FedAvg(), Rule("krum", byzantine=1), participation=Participation(quorum=3))[0]
     assert [half.enough(count) for count in (2, 3, 4, 5, 6)] == [False, False, False, True, True]
-    for count, words in ((2, r"participation\.quorum asks for 3"), (4, r"robust\.name 'krum' cannot work with so few")):
+    for count, words in ((2, r"participation\.quorum requires 3"), (4, r"robust\.name 'krum' needs more")):
         with pytest.raises(QuorumError, match=rf"round 9: {count} uploads accepted in the last of 3 attempts, {words}"):
             raise half.below_quorum(9, 3, count, [])
 

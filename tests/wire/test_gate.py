@@ -26,7 +26,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "fedavg": FedAvg(**small.COMMON),
 }
 CLIENTS, ROUND, SEED, LIMIT = 5, 2, 7, 8192
-EXAMPLES = -(-20_000 // (len(ALGORITHMS) * len(CODECS) * len(FAULTS)))
 
 
 @dataclass
@@ -90,17 +89,19 @@ def refuse(server: Server, data: bytes, rules: set[str]) -> str:
     return refusal.rule
 
 
+@pytest.mark.parametrize("total", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_twenty_thousand_malformed_messages_are_refused_and_leave_the_aggregate_as_it_is(
-    name: str, codec: Codec
+def test_thousands_of_malformed_messages_are_refused_and_leave_the_aggregate_as_it_is(
+    name: str, codec: Codec, total: int
 ) -> None:
     """Each example is a round: five honest messages in any order, and between them one message with every fault."""
     simulation, want, messages, honest = scenario(name, codec)
     refused: Counter[str] = Counter()
+    examples = -(-total // (len(ALGORITHMS) * len(CODECS) * len(FAULTS)))
 
     @seed(zlib.crc32(f"{name} {codec}".encode()))
-    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     @given(st.data())
     def rounds(data: st.DataObject) -> None:
         server = Server(simulation, want)
@@ -120,5 +121,6 @@ def test_twenty_thousand_malformed_messages_are_refused_and_leave_the_aggregate_
         assert all(torch.equal(value, honest[entry]) for entry, value in result.items())
 
     rounds()
-    assert refused.total() * len(ALGORITHMS) * len(CODECS) >= 20_000
-    assert refused.keys() == set(get_args(Rule)) - {"gauge"}
+    assert refused.total() * len(ALGORITHMS) * len(CODECS) >= total
+    missing = set(get_args(Rule)) - {"gauge"} - refused.keys()
+    assert len(missing) <= (0 if total >= 20_000 else 3), missing  # a sample need not hit every rule

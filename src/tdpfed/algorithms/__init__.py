@@ -1,4 +1,4 @@
-"""The algorithms, one file each; :func:`find` finds them by name, and those of others as ``module:Class``."""
+"""The algorithms, one file each; :func:`find` returns them by name, and custom ones by ``module:Class``."""
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
@@ -16,10 +16,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm for algorithm in (TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local)
 }
 DEFAULT = TDPFed.name
-"""The method of a configuration that names none."""
+"""The default method of a configuration."""
 
 COMPARED = (TDPFed.name, PFedMe.name, FedAvg.name, Local.name)
-"""The methods of a comparison that names none."""
+"""The default methods of a comparison."""
 
 __all__ = [
     "ALGORITHMS",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def find(name: object) -> type[Algorithm]:
-    """Return a method by its name, or a method of the user's own by ``package.module:Class``, which is imported."""
+    """Return a method by its name, or import a custom one named as ``package.module:Class``."""
     if isinstance(name, str) and name in ALGORITHMS:
         return ALGORITHMS[name]
     if isinstance(name, str) and ":" in name:

@@ -1,8 +1,8 @@
-"""FedAvg (s.a.r.): only a random subset of the coordinates travels, up and down (section VII-D).
+"""FedAvg (s.a.r.): only a random subset of the coordinates is sent, up and down (section VII-D).
 
-Client and server draw the same subset from a shared seed, afresh each round and for each client, so values travel
-without their positions. A coordinate that a client does not receive keeps the client's previous value, one that no
-client sends keeps the server's.
+Client and server draw the same subset from a shared seed, anew for each round and client, so values are sent without
+their positions. A coordinate that a client does not receive keeps the client's previous value, one that no client sends
+keeps the server's.
 """
 
 from functools import cached_property
@@ -22,7 +22,7 @@ class FedAvgSAR(FedAvg):
     name = "fedavg_sar"
     shared_seed = True
 
-    compression: float = hyper(2.0, "one in so many coordinates travels, each way", least=1)
+    compression: float = hyper(2.0, "compression rate: 1 of this many coordinates is sent, each way", least=1)
 
     def down(self) -> Entries:
         """Values without their positions."""
@@ -42,7 +42,7 @@ class FedAvgSAR(FedAvg):
         return {"values": server["w"][self.subsets.of(turn)]}
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
-        """Overwrite the subset with the server's values, train, report the same subset."""
+        """Overwrite the subset with the server's values, train, and upload the same subset."""
         chosen = self.subsets.of(local.turn)
         theta, loss = local.descend(private["theta"].scatter(-1, chosen, message["values"]), lr=self.eta)
         return {"theta": theta}, {"values": theta.gather(-1, chosen)}, {"loss": loss}
@@ -60,10 +60,10 @@ class FedAvgSAR(FedAvg):
         return {"w": w + change}
 
     def center(self, server: State) -> State:
-        """Changes are averaged, and that of a client that changed nothing is 0."""
+        """Return 0: changes are averaged."""
         return {"values": torch.zeros_like(server["w"])}
 
     def compression_reached(self) -> tuple[float, float, str]:
-        """At least one value travels."""
+        """At least one value is sent."""
         size = self.layout.size
         return self.compression, size / self.subsets.count, f"the model has {size:,} values"

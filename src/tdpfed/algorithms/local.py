@@ -1,4 +1,4 @@
-"""Local training only: nothing travels. The baseline that says whether federation pays at all."""
+"""Local training only, without communication: the baseline that shows whether federation helps at all."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ from tdpfed.core.state import Entries, State, Turn
 
 
 class Local(FedAvg):
-    """Each client trains its own model by SGD, alone."""
+    """Each client trains its own model by SGD."""
 
     name = "local"
     communicates = False
 
     def down(self) -> Entries:
-        """Nothing goes down."""
+        """Nothing is sent to clients."""
         return {}
 
     def up(self) -> Entries:
-        """Nothing comes up."""
+        """Nothing is uploaded."""
         return {}
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
-        """The server holds nothing."""
+        """The server has no state."""
         del theta, generator
         return {}
 
@@ -35,7 +35,7 @@ class Local(FedAvg):
         return {"theta": theta}, {}, {"loss": loss}
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Nothing arrives, nothing changes."""
+        """Nothing changes."""
         del uploads, average, turn
         return server
 

@@ -1,4 +1,4 @@
-"""Methods of the user's own, named as ``package.module:Class``: imported, and refused in words if they cannot run."""
+"""Custom methods, named as ``package.module:Class``: imported and checked before a run."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ def load(spec: str) -> type[Algorithm]:
         found = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _failed(spec, module, error) from error  # something that the module itself imports
+            raise _failed(spec, module, error) from error  # an import inside the module failed
         raise _refused(spec, f"but there is no module {error.name!r}, installed or in the working directory") from None
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise _failed(spec, module, error) from error
@@ -32,14 +32,14 @@ def load(spec: str) -> type[Algorithm]:
 
 
 def _checked(spec: str, method: object) -> type[Algorithm]:
-    """Return the method; refuse what would fail later and say less."""
+    """Return the method if it can run; raise an error that says what is wrong otherwise."""
     if not _is_method(method):
         kind = "class" if isinstance(method, type) else type(method).__name__
         raise _refused(spec, f"which is another {kind}, {RULE}")
     if missing := sorted(getattr(method, "__abstractmethods__", ())):
         raise _refused(spec, f"which is abstract, must define {', '.join(missing)}")
     if not isinstance(vars(method).get("name"), str):
-        raise _refused(spec, 'must have a name of its own, as in name = "ditto"')
+        raise _refused(spec, 'must have its own name, such as name = "ditto"')
     try:
         method.hyper_parameters()
     except TDPFedError as error:

@@ -1,7 +1,7 @@
-"""Per-FedAvg (Fallah et al., 2020): learn a start from which one gradient step on a client's own data does well.
+"""Per-FedAvg (Fallah et al., 2020): learn an initialization that one gradient step adapts to a client's data.
 
 Each local step adapts on one minibatch, ``v = w - alpha g(w; D)``, and descends along the gradient of ``f(v)`` in w:
-taken at v alone (first-order), or with its Hessian factor by a difference of gradients (Hessian-free).
+at v alone (first-order), or with the Hessian factor approximated by a difference of gradients (Hessian-free).
 """
 
 from typing import Literal
@@ -21,11 +21,13 @@ class PerFedAvg(FedAvg):
 
     alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38)
     variant: Literal["first-order", "hessian-free"] = hyper("first-order", "how the adaptation step is differentiated")
-    delta: float = hyper(1e-3, "hessian-free: half the distance of the two gradients that are compared", above=0)
+    delta: float = hyper(
+        1e-3, "hessian-free: half the distance between the two points of the gradient difference", above=0
+    )
 
     @property
     def draws(self) -> int:
-        """One minibatch per step to descend on, one to adapt on, one for the Hessian; one more to adapt at the end."""
+        """Three minibatches per step (descent, adaptation, Hessian), and one for the final adaptation."""
         return 3 * self.tau + 1
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:

@@ -1,4 +1,4 @@
-"""pFedMe (Dinh et al., 2020): personalized models held near local models by a Moreau envelope; local models travel.
+"""pFedMe (Dinh et al., 2020): personalized models held near local models by a Moreau envelope; local models are sent.
 
 TDPFed without the factorization: in each local round ``s`` steps on theta with one minibatch, then one gradient step of
 the local model towards it, ``w <- w - eta lam (w - theta)``.

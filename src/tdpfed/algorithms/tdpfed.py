@@ -1,4 +1,4 @@
-"""TDPFed: personalized models held near CP-factorized local models, of which only the factors travel (Algorithm 1).
+"""TDPFed: personalized models held near CP-factorized local models; only their factors are sent (Algorithm 1).
 
 A client minimizes ``f_k(theta) + lam/2 ||theta - [[A]]||^2`` (eq. 2): in each local round ``s`` Nesterov steps on theta
 with one minibatch (eq. 14), then ``s_prime`` optimizer steps on the factors with theta fixed (eqs. 16 to 18). The
@@ -39,12 +39,12 @@ class TDPFed(Algorithm):
     eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
     momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
-        "adam", "what moves the factors; als is one damped least-squares sweep in place of the s' steps"
+        "adam", "optimizer of the factors; als is one damped least-squares sweep instead of the s' steps"
     )
     optimizer_state: Literal["round", "local-round", "run"] = hyper(
-        "round", "when the factor optimizer starts afresh: each communication round, each local round, or once in a run"
+        "round", "when the state of the factor optimizer is reset: each communication round, each local round, or never"
     )
-    factor_steps: Literal["joint", "alternating"] = hyper("joint", "move all factors of a tensor at once, or in turn")
+    factor_steps: Literal["joint", "alternating"] = hyper("joint", "update all factors of a tensor at once, or in turn")
     als_damping: float = hyper(1.0, "als: how strongly factors are held near their previous value", least=0)
     act_sweeps: int = hyper(5, "ACT: least-squares sweeps that fit the global factors to the averaged tensor", least=1)
     keep_theta: bool = hyper(False, "start a round from the client's own theta instead of the global model")
@@ -56,7 +56,7 @@ class TDPFed(Algorithm):
         if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
             raise wrong(
                 "optimizer_state", "run", "'round' or 'local-round' with optimizer 'als', which has no state, and with "
-                "factor_steps 'alternating', whose state is of the factor in turn",
+                "factor_steps 'alternating', whose state belongs to one factor at a time",
             )  # fmt: skip
 
     @cached_property
@@ -69,7 +69,7 @@ class TDPFed(Algorithm):
 
     @property
     def rule(self) -> FactorRule:
-        """How the factors are moved."""
+        """How the factors are optimized."""
         alternating = self.factor_steps == "alternating"
         return FactorRule(self.optimizer, self.eta, self.optimizer_state, alternating, self.als_damping)
 
@@ -78,22 +78,22 @@ class TDPFed(Algorithm):
         return {"factors": self.plan.factors} | ({"theta": self.plan.dense} if self.aggregation == "act" else {})
 
     def up(self) -> Entries:
-        """Clients send factors alone."""
+        """Clients send only factors."""
         return {"factors": self.plan.factors}
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
-        """Draw factors whose composed entries vary as the initial parameters do."""
+        """Draw factors whose composed entries have the variance of the initial parameters."""
         a = self.plan.init(theta, generator)
         return {"factors": a, "theta": self.plan.compose(a)} if self.aggregation == "act" else {"factors": a}
 
     def init_private(self, theta: Tensor) -> State:
-        """Keep theta, whether there has been one where rounds start from it, and the optimizer's state."""
+        """Keep theta, with ``keep_theta`` whether the client has trained, and the optimizer's state."""
         seen = {"seen": theta.new_zeros(1)} if self.keep_theta else {}
         return {"theta": theta, **seen, **self.rule.start(self.plan.factors.size, theta)}
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
-        for near, a in self.local_rounds(message, private, local):  # noqa: B007 - the last ones count
+        for near, a in self.local_rounds(message, private, local):  # noqa: B007 - used after the loop
             pass
         seen = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
         return {"theta": near.theta, **seen, **a.state}, {"factors": a.value}, {"loss": near.loss}
@@ -121,7 +121,7 @@ class TDPFed(Algorithm):
         return {"factors": self.plan.refine(a, theta, sweeps=self.act_sweeps), "theta": theta}
 
     def center(self, server: State) -> State:
-        """Return the broadcast factors, or in ACT the tensors they compose to."""
+        """Return the broadcast factors, or for ACT the tensors they compose."""
         a = server["factors"]
         return {"factors": a if self.aggregation == "afm" else self.plan.compose(a)}
 
@@ -131,10 +131,10 @@ class TDPFed(Algorithm):
         return self.aggregation == "afm"
 
     def compression_reached(self) -> tuple[float, float, str] | None:
-        """Ranks are whole numbers and biases stay dense; ranks and patterns given by hand are as asked for."""
+        """Ranks are integers and biases stay dense; None with explicit ranks or patterns."""
         if self.ranks or self.exclude:
             return None
-        dense = "no parameter has fewer values as factors at this rate, so all stay dense"
+        dense = "at this rate no parameter has fewer values as factors, so all stay dense"
         why = "a rank is at least 1, and biases stay dense" if any(self.plan.ranks) else dense
         return self.compression, self.plan.compression_rate, why
 
@@ -144,5 +144,5 @@ class TDPFed(Algorithm):
         return self.plan.compose(upload["factors"])
 
     def global_model(self, server: State) -> Tensor:
-        """Return the composed global model, which ACT has as it is."""
+        """Return the composed global model, which ACT stores."""
         return server["theta"] if self.aggregation == "act" else self.plan.compose(server["factors"])

@@ -18,7 +18,7 @@ from tdpfed.runs.session import Session
 from tdpfed.server.records import Record
 
 COLUMNS = {
-    "personalised %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
+    "personalized %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
     "down MB": "down MB", "rounds to target": "rounds to target", "MB to target": "MB to target", "seconds": "seconds",
 }  # fmt: skip
 """The columns of a comparison shown in the terminal, with shorter headings; the files have more columns."""

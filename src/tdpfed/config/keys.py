@@ -1,4 +1,4 @@
-"""Every key of the configuration: what it may be, its default and its meaning, read off its declaration."""
+"""Every key of the configuration with its allowed values, default and meaning, taken from its declaration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ SIGNS = {"above": ">", "least": "≥", "most": "≤", "below": "<"}
 
 @dataclass(frozen=True)
 class Key:
-    """A key by its full name, and in words what it may be."""
+    """A key by its full name, its allowed values in words, its default and its meaning."""
 
     name: str
     allowed: str
@@ -25,7 +25,7 @@ class Key:
 
 
 def describe(algorithm: str, word: str = "{}") -> list[Key]:
-    """Return every key of a configuration with the given algorithm; ``word`` is how a value to be typed is set."""
+    """Return every key of a configuration with the given algorithm; ``word`` is the format of literal values."""
     try:
         find(algorithm)
     except TDPFedError as error:
@@ -34,7 +34,7 @@ def describe(algorithm: str, word: str = "{}") -> list[Key]:
 
 
 def section_keys(section: str, algorithm: str, word: str = "{}") -> list[Key]:
-    """Return the keys of one section; those of ``algorithm`` are the method's name and its hyper-parameters."""
+    """Return the keys of one section; for ``algorithm``, the method's name and its hyper-parameters."""
     owner, found = SECTIONS[section], []
     if section == ALGORITHM:
         owner = find(algorithm)
@@ -48,7 +48,7 @@ def section_keys(section: str, algorithm: str, word: str = "{}") -> list[Key]:
 
 
 def _allowed(hint: Any, limits: Range, word: str) -> str:
-    """Return in words what a value may be."""
+    """Return the allowed values in words."""
     kind, parts = get_origin(hint), [part for part in get_args(hint) if part is not NoneType]
     if kind is Literal:
         return _words(parts, word)

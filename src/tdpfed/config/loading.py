@@ -1,7 +1,7 @@
-"""Configuration files: TOML from a preset or a path with single values overridden, checked strictly and as a whole.
+"""Configuration files: TOML from a preset or a path, with single values overridden and everything checked.
 
-An ``[algorithm]`` table names the method and sets its hyper-parameters. A file may also hold ``[algorithms.NAME]``
-tables: settings that count only when that method is chosen, so that one file serves several methods side by side.
+An ``[algorithm]`` table names the method and sets its hyper-parameters. A file may also contain ``[algorithms.NAME]``
+tables: settings that apply only if that method is chosen, so that one file can be used for several methods.
 """
 
 import json
@@ -23,7 +23,7 @@ TABLES = "algorithms"
 QUOTED = r"\"[^\"]*\"|'[^']*'"
 PART = re.compile(rf"{QUOTED}|[^.]+")
 METHOD = re.compile(rf"{QUOTED}|[^.:]+(?:\.[^.:]+)*:[^.]+|[^.]+")
-"""A method's name as part of a key: the dots of a module of the user's own belong to it."""
+"""A method's name as part of a key: the dots of a user's own module belong to it."""
 
 
 def presets() -> list[str]:
@@ -33,7 +33,7 @@ def presets() -> list[str]:
 
 
 def preset_text(name: str) -> str:
-    """Return a preset as it is written."""
+    """Return the text of a preset."""
     if name not in presets():
         raise unknown("preset", name, presets())
     return (resources.files("tdpfed.config") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
@@ -48,7 +48,7 @@ def raw_config(source: str, overrides: Sequence[str] | None = None) -> dict[str,
     """Return the values of a preset or file with overrides applied, not checked."""
     values = _overridden(_read(source), overrides)
     if source in presets() and values["data"].get("name") != _read(source)["data"]["name"]:
-        # What a preset says of its own data set does not fit another one.
+        # A preset's data settings do not apply to another data set.
         values = _overridden({**_read(source), "data": {}}, overrides)
     return values
 
@@ -66,7 +66,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
 
 
 def checked_config(values: Mapping[str, Any], errors: list[TDPFedError]) -> Config | None:
-    """Return the configuration, or None where something is wrong with it, which is added to ``errors``."""
+    """Return the configuration, or None if it has errors, which are added to ``errors``."""
     before, made = len(errors), _method(values, errors)
     errors += [unknown("section", name, SECTIONS) for name in values if name not in (*SECTIONS, TABLES)]
     for name, section in SECTIONS.items():
@@ -76,14 +76,14 @@ def checked_config(values: Mapping[str, Any], errors: list[TDPFedError]) -> Conf
 
 
 def own_code(values: Mapping[str, Any]) -> list[str]:
-    """Return what unchecked values name as ``module:name``: code of the user's own, which checking them imports."""
+    """Return the names ``module:name`` in unchecked values: the user's own code, which checking imports."""
     tables = [values.get(section) for section in (ALGORITHM, "model", TABLES)]
     algorithm, model, methods = (table if isinstance(table, Mapping) else {} for table in tables)
     return [name for name in (algorithm.get("name"), model.get("name"), *methods) if ":" in str(name)]
 
 
 def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values by full keys, as ``algorithm.tau`` and ``algorithms.fedavg.tau``; lists and tables stay."""
+    """Return nested values by full keys, such as ``algorithm.tau`` and ``algorithms.fedavg.tau``; values stay as is."""
     found: dict[str, Any] = {}
     for section, table in tables.items():
         if not isinstance(table, Mapping):
@@ -95,17 +95,17 @@ def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put(values: dict[str, Any], key: str, value: Any, whose: str) -> None:
-    """Set a full key in nested values; ``whose`` is what an error names as the key's origin, as ``--set``."""
+    """Set a full key in nested values; ``whose`` is the origin that an error names, such as ``--set``."""
     *sections, name = _parts(key)
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise TDPFedError(f"{key!r} goes below a single value, must be section.key=value", field=whose)
+            raise TDPFedError(f"{key!r} is inside a single value, must be section.key=value", field=whose)
     values[name] = value
 
 
 def value_of(text: str) -> Any:
-    """Return a value that is written as TOML; a bare word is a string."""
+    """Parse a value written as TOML; a bare word is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -113,7 +113,7 @@ def value_of(text: str) -> Any:
 
 
 def to_toml(config: Config) -> str:
-    """Return the resolved configuration as TOML; keys without a value are left out."""
+    """Return the resolved configuration as TOML; keys without a value are omitted."""
     lines: list[str] = []
     for section, values in config.as_dict().items():
         given = {key: value for key, value in values.items() if value is not None}
@@ -128,12 +128,12 @@ def toml_value(value: Any) -> str:
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
-    # The one escape that TOML wants and JSON does not.
+    # The one character that TOML escapes and JSON does not.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, Any]:
-    """Return the method's name and the method, as far as they can be had."""
+    """Return the method's name and the method; nothing if it cannot be found."""
     given, tables = values.get(ALGORITHM, {}), values.get(TABLES, {})
     name: Any = given.get("name", DEFAULT) if isinstance(given, Mapping) else DEFAULT
     hyper: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def _read(source: str) -> dict[str, Any]:
     except OSError as error:
         raise TDPFedError(f"cannot read {source!r} ({error.strerror})", field="configuration") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TDPFedError(f"{source!r} is no valid TOML ({error})", field="configuration") from None
+        raise TDPFedError(f"{source!r} is not valid TOML ({error})", field="configuration") from None
 
 
 def _overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict
 
 
 def _parts(key: str) -> list[str]:
-    """Return the parts of a full key; none where one is empty. Quotes and a module's dots keep a part together."""
+    """Return the parts of a full key; none if one is empty. Quotes and a module's dots do not separate parts."""
     section, dot, rest = key.strip().partition(".")
     if section == TABLES and dot:
         name = METHOD.match(rest)

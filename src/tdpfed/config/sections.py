@@ -1,8 +1,8 @@
-"""The sections of a configuration, and the whole.
+"""The sections of a configuration, and the complete configuration.
 
-What a setting means and which values it takes is declared once, beside the code that uses it: who takes part, how the
-server averages and what privacy costs in ``server``, a method's hyper-parameters in its class. Here are the settings
-of a run as such, and how the others are put together.
+The meaning and allowed values of a setting are declared once, next to the code that uses it: participation, robust
+averaging and privacy in ``server``, a method's hyper-parameters in its class. This module declares the settings of a
+run and combines the others.
 """
 
 from dataclasses import dataclass, field, fields
@@ -39,75 +39,75 @@ class Run(Section):
     """How long and where to run."""
 
     rounds: int = setting(50, "communication rounds", least=1)
-    seed: int = setting(0, "every random draw follows from it", least=0, below=2**63)
+    seed: int = setting(0, "seed of all random draws", least=0, below=2**63)
     seeds: int = setting(
-        1, "how many runs, with seeds from run.seed on; on a GPU they are computed together", least=1, most=1000
+        1, "number of runs, with consecutive seeds from run.seed; computed together on a GPU", least=1, most=1000
     )
-    evaluate_every: int = setting(1, "evaluate after every so many rounds, and after the last", least=1)
-    evaluate_clients: int | None = setting(None, "evaluate only so many clients, drawn by the seed", least=1)
-    diagnostics_every: int = setting(0, "measure the paper's convergence quantities; 0: never", least=0)
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes a GPU if there is one")
-    runner: RunnerName = setting("batched", "all clients at once, or one after another")
+    evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", least=1)
+    evaluate_clients: int | None = setting(None, "number of clients to evaluate, drawn with the seed", least=1)
+    diagnostics_every: int = setting(0, "rounds between measurements for the paper's analysis; 0: never", least=0)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU if available")
+    runner: RunnerName = setting("batched", "compute all clients at once, or one after another")
     threads: int | Literal["auto"] = setting(
-        "auto", "CPU threads; auto: all, but one where the model is too small to share", least=1, most=1024
+        "auto", "CPU threads; auto: all, or one if the model is too small to benefit", least=1, most=1024
     )
     chunk: int | Literal["auto"] = setting(
-        "auto", "clients computed together, on a CPU by each thread; auto: as many as fit", least=1
+        "auto", "clients computed together (on a CPU, by each thread); auto: as many as fit", least=1
     )
     precision: Precision = setting(
-        "float32", "how matrices are multiplied; tf32: on a GPU with 10 bits, bf16: the model's own layers with 7"
+        "float32", "of matrix products; tf32: 10-bit mantissa on a GPU, bf16: 7-bit mantissa in the model's layers"
     )
-    loggers: tuple[Literal["tensorboard", "mlflow"], ...] = setting((), "where else records go, as a list")
+    loggers: tuple[Literal["tensorboard", "mlflow"], ...] = setting((), "additional destinations of the records")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
-    """Which data, and how they are dealt to clients."""
+    """The data, and how they are distributed to clients."""
 
     name: str = setting("digits", "a data set of the package, or a path to an .npz or .parquet file")
-    options: dict[str, Any] = setting({}, "options of the data set, as alpha and beta of synthetic")
-    clients: int | None = setting(None, "number of clients; 20, or all natural ones", least=1)
+    options: dict[str, Any] = setting({}, "options of the data set, such as alpha and beta of synthetic")
+    clients: int | None = setting(None, "number of clients; default: 20, or all natural clients", least=1)
     partition: Partition | None = setting(
-        None, "how samples are dealt; natural where the data have clients, otherwise classes, drawn at random"
+        None, "how samples are distributed; default: natural if the data have clients, otherwise classes at random"
     )
-    per_client: int = setting(2, "classes and classes-in-turn: how many classes a client holds", least=1)
-    alpha: float = setting(0.5, "dirichlet: concentration; smaller is less alike", above=0, most=1e6)
+    per_client: int = setting(2, "classes and classes-in-turn: number of classes per client", least=1)
+    alpha: float = setting(0.5, "dirichlet: concentration; smaller means more different clients", above=0, most=1e6)
     size_skew: float | None = setting(
         None, "iid, classes and classes-in-turn: how unequal the shares are; 0 is equal", least=0, most=10
     )
-    min_samples: int = setting(1, "least number of samples per client", least=1)
-    max_samples: int | None = setting(None, "cap on samples per client, to study scarce data", least=2)
+    min_samples: int = setting(1, "minimum number of samples per client", least=1)
+    max_samples: int | None = setting(None, "maximum number of samples per client, to study scarce data", least=2)
     split: Split | None = setting(
-        None, "hold out a part of each client, or the official one; a file's own test_mask if it has one"
+        None, "test samples: a part of each client's, or the official ones; default for a file with test_mask: official"
     )
-    test_fraction: float = setting(0.25, "client split: share held out", above=0, below=1)
+    test_fraction: float = setting(0.25, "client split: fraction held out", above=0, below=1)
     normalize: Normalize = setting(
         "standard",
         "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",
     )
     augment: Augment = setting(
-        "none", "training images as they are drawn: mirrored at random, and moved by up to 4 pixels"
+        "none", "random changes of training images: mirrored, or mirrored and shifted by up to 4 pixels"
     )
-    seed: int | None = setting(None, "seed of the partition; run.seed by default", least=0)
+    seed: int | None = setting(None, "seed of the partition; default: run.seed", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
-    """Which model the clients train."""
+    """The model that the clients train."""
 
     name: str = setting("dnn", "a model of the package, or your own as package.module:factory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire(Section):
-    """How uploads travel."""
+    """How uploads are encoded."""
 
-    codec: Codec = setting("float32", "numbers of an upload; int8 has a scale per factor column and rounds at random")
+    codec: Codec = setting("float32", "number format of uploads; int8: a scale per factor column, stochastic rounding")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Robust(Rule):
-    """What the server does against bad uploads, and which it meets in simulation."""
+    """Robust aggregation on the server, and simulated attacks."""
 
     attack: Kind | None = same(Attack, "kind", None)
     attack_fraction: float = same(Attack, "fraction")
@@ -115,18 +115,18 @@ class Robust(Rule):
 
     @property
     def rule(self) -> Rule:
-        """How the server averages."""
+        """The aggregation rule."""
         return Rule(**{item.name: getattr(self, item.name) for item in fields(Rule)})
 
     @property
     def attacked(self) -> Attack | None:
-        """Which clients are hostile, and how; None: none is."""
+        """The simulated attack; None: no client is hostile."""
         return None if self.attack is None else Attack(self.attack, self.attack_fraction, self.attack_strength)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Privacy(Section):
-    """Client-level differential privacy; on where clip and noise are given."""
+    """Client-level differential privacy; enabled if clip and noise are given."""
 
     clip: float | None = same(privacy.Privacy, "clip", None)
     noise: float | None = same(privacy.Privacy, "noise", None)
@@ -137,13 +137,13 @@ class Privacy(Section):
         super().__post_init__()
         missing = [name for name in ("clip", "noise") if getattr(self, name) is None]
         if len(missing) == 1:
-            raise TDPFedError("none given, clip and noise belong together", field=missing[0])
+            raise TDPFedError("none given, clip and noise must be given together", field=missing[0])
         if missing and self.epsilon is not None:
             raise TDPFedError(f"{self.epsilon} given, but no clip and no noise; give both", field="epsilon")
 
     @property
     def asked(self) -> privacy.Privacy | None:
-        """What the server does; None without privacy."""
+        """The privacy settings of the server; None without privacy."""
         if self.clip is None or self.noise is None:
             return None
         return privacy.Privacy(self.clip, self.noise, self.delta, self.epsilon)
@@ -151,20 +151,20 @@ class Privacy(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
-    """How a run survives being killed."""
+    """Checkpoints, from which a run can be resumed."""
 
-    every: int = setting(10, "save the state after every so many rounds, and after the last; 0: never", least=0)
-    keep: int = setting(2, "how many of the newest checkpoints to keep", least=1)
+    every: int = setting(10, "rounds between checkpoints, which are also saved after the last round; 0: never", least=0)
+    keep: int = setting(2, "number of latest checkpoints to keep", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(Section):
-    """Where the state of many clients lies; the numbers of a run do not depend on it."""
+    """Where the state of the clients is stored; results do not depend on it."""
 
     state: Place = setting(
         "auto",
-        "what clients keep between rounds: in memory, or in a memory-mapped file beside the run folder; auto: in "
-        "memory if it takes at most half of what is free",
+        "state that clients keep between rounds: in memory, or in a memory-mapped file next to the run folder; auto: "
+        "in memory if it takes at most half of the free memory",
     )
 
 
@@ -180,12 +180,12 @@ SECTIONS: dict[str, type] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole configuration, checked."""
+    """A complete, validated configuration."""
 
     run: Run = Run()
     data: Data = Data()
     model: Model = Model()
-    method_name: str = DEFAULT  # as it was given: module:Class for a method of the user's own
+    method_name: str = DEFAULT  # as given: module:Class for a user's own method
     method: Algorithm = field(default_factory=find(DEFAULT))
     participation: Participation = Participation()
     wire: Wire = Wire()
@@ -193,7 +193,7 @@ class Config:
     privacy: Privacy = Privacy()
     checkpoint: Checkpoint = Checkpoint()
     engine: Engine = Engine()
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # full keys that were written out
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # full keys given explicitly
 
     @cached_property
     def algorithm(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Config:
         return self.method
 
     def device(self) -> torch.device:
-        """Return where to compute."""
+        """Return the device to compute on."""
         if self.run.device == "cuda" and not torch.cuda.is_available():
             raise TDPFedError("'cuda' given, but PyTorch sees no GPU; allowed here: auto, cpu", field="run.device")
         wanted = "cuda" if self.run.device == "auto" and torch.cuda.is_available() else self.run.device

@@ -1,6 +1,7 @@
-"""What a configuration asks for in vain: settings that change nothing, and a compression that cannot be had.
+"""Settings of a configuration that have no effect, and a compression that cannot be reached.
 
-None of this is an error. A run says it before it starts, so that nobody takes two equal runs for a finding.
+These are not errors. A run prints them as warnings before it starts, so that two identical runs are not mistaken for a
+result.
 """
 
 from collections.abc import Iterator
@@ -9,25 +10,25 @@ from tdpfed.algorithms.base import Algorithm
 from tdpfed.config.sections import SECTIONS, Config
 from tdpfed.core.setting import default_of, settings_of
 
-NEAR = 0.8
-"""Share of the compression asked for below which it counts as missed; whole ranks and biases cost a little anyway."""
+TOLERANCE = 0.8
+"""Fraction of the requested compression below which a warning is given; whole ranks and biases always cost a little."""
 
 
 def advice(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return warnings on a configuration and its algorithm, which is bound to the model."""
-    return [*_idle(config), *_silent(config, algorithm), *_unmet(algorithm)]
+    """Return warnings about a configuration and its algorithm, which is bound to the model."""
+    return [*_without_effect(config), *_without_uploads(config, algorithm), *_compression_missed(algorithm)]
 
 
-def _idle(config: Config) -> Iterator[str]:
-    """Yield settings that count only with another one, which is not there."""
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield settings that have an effect only with another setting, which is not given."""
     data, robust, privacy = config.data, config.robust, config.privacy
-    dealt = ("classes", "classes-in-turn")
+    by_class = ("classes", "classes-in-turn")
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
-        ("data.per_client", data.partition in (None, *dealt), "data.partition = 'classes' or 'classes-in-turn'"),
+        ("data.per_client", data.partition in (None, *by_class), "data.partition = 'classes' or 'classes-in-turn'"),
         (
             "data.size_skew",
-            data.partition in (None, "iid", *dealt),
+            data.partition in (None, "iid", *by_class),
             "data.partition = 'iid', 'classes' or 'classes-in-turn'",
         ),
         ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
@@ -39,32 +40,32 @@ def _idle(config: Config) -> Iterator[str]:
     ):
         section, _, name = key.partition(".")
         if not counts and _given(config, section, name):
-            yield f"{key}: {getattr(getattr(config, section), name)!r} given, which counts only with {needed}"
+            yield f"{key}: {getattr(getattr(config, section), name)!r} given, which has an effect only with {needed}"
 
 
-def _silent(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Yield settings of what travels, where nothing does."""
+def _without_uploads(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Yield settings of uploads for a method that uploads nothing."""
     for key, value, usual in (
         ("wire.codec", config.wire.codec, "float32"),
         ("robust.name", config.robust.name, "mean"),
         ("robust.clip", config.robust.clip, None),
     ):
         if not algorithm.communicates and value != usual:
-            yield f"{key}: {value!r} given, which changes nothing with {algorithm.name!r}: it sends nothing"
+            yield f"{key}: {value!r} given, which has no effect with {algorithm.name!r}: it uploads nothing"
 
 
-def _unmet(algorithm: Algorithm) -> Iterator[str]:
-    """Yield a compression rate that the model does not allow."""
+def _compression_missed(algorithm: Algorithm) -> Iterator[str]:
+    """Yield a warning if the requested compression rate is not reached."""
     found = algorithm.compression_reached()
     if found is None:
         return
     asked, rate, why = found
-    if rate < NEAR * asked or (rate == 1 and asked != 1):
-        yield f"algorithm.compression: {asked:g} given, the model comes to {rate:.3g}: {why}"
+    if rate < TOLERANCE * asked or (rate == 1 and asked != 1):
+        yield f"algorithm.compression: {asked:g} given, {rate:.3g} reached: {why}"
 
 
 def _given(config: Config, section: str, name: str) -> bool:
-    """Whether a value is the user's own: no default, or written out in a file that is not a resolved one."""
+    """Whether the user set a value: not the default, or explicit in a file that is not a resolved configuration."""
     defaults = {item.name: default_of(item) for item in settings_of(SECTIONS[section])}
     resolved = all(f"{section}.{key}" in config.given for key, default in defaults.items() if default is not None)
     typed = f"{section}.{name}" in config.given and not resolved

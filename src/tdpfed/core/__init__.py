@@ -1,1 +1,1 @@
-"""What everything stands on: layouts of flat vectors, state, draws, objectives, local work."""
+"""The foundations: layouts of flat vectors, state, random draws, objectives and local work."""

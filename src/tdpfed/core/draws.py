@@ -1,9 +1,8 @@
-"""Counter-based random draws: every draw is a pure function of where it stands, so nothing depends on who asks first.
+"""Counter-based random draws: every draw is a pure function of its position, so the order of draws does not matter.
 
-A minibatch is a function of (seed, round, client, step), a client's choice one of (seed, round, client), and so on. The
-same numbers come out whatever the runner, the order or chunking of clients, the device, or a resume in between. All of
-it is integer arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are right), the same on CPU and
-GPU.
+A minibatch is a function of (seed, round, client, step), the selection of a client one of (seed, round, client), and so
+on. The runner, the order or chunking of clients, the device and a resumed run do not change the draws. All is integer
+arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are right), the same on CPU and GPU.
 """
 
 import math
@@ -25,13 +24,14 @@ Bits = TypeVar("Bits", int, Tensor, Integers)
 
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
-FEW = 1 << 16
-WALKS = 8
-"""Steps a permutation may walk back into its range: always enough up to size 81, above it but for a chance of 1e-9."""
+NUMPY_ELEMENTS = 1 << 16
+"""Permutations of up to this many elements use NumPy on a CPU."""
+MAX_WALKS = 8
+"""Most steps until a permutation is back in its range: enough up to size 81, above except with probability 1e-9."""
 
 
 class Stream(IntEnum):
-    """What a draw is for; keeps draws of different purposes apart."""
+    """The purpose of a draw; draws of different purposes are independent."""
 
     BATCH = 1
     SELECT = 2
@@ -56,7 +56,7 @@ def key(seed: int | Tensor, stream: Stream, *counters: Tensor | int) -> Tensor:
     """Return the 32-bit key of a draw; tensors broadcast against each other."""
     any_: Any = seed
     state: Any = mix((any_ & MASK) ^ mix(((any_ >> 32) & MASK) + 0x9E3779B9))
-    for counter in (int(stream), *counters):  # Python's integers up to the first tensor, whose device the key is on
+    for counter in (int(stream), *counters):  # Python integers until the first tensor, whose device the key has
         state = mix(((state * 0x9E3779B1 & MASK) + counter + 0x7F4A7C15) & MASK)
     return torch.as_tensor(state)
 
@@ -69,20 +69,20 @@ def uniform(bits: Tensor) -> Tensor:
 def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
     """Return where the permutation of ``0..size-1`` named by ``bits`` sends ``index``; all three broadcast.
 
-    A Feistel network on a grid of ``a x b >= size`` cells is a bijection; what lands past the end walks on until it
-    falls inside, which keeps it one. Nothing of length ``size`` is ever stored or sorted.
+    A Feistel network on a grid of ``a x b >= size`` cells is a bijection. An index past the end is permuted again until
+    it is inside (cycle walking), which preserves the bijection. Nothing of length ``size`` is stored or sorted.
     """
     if index.is_cuda:
         return _compiled_permute()(index, size, bits)
     shape = torch.broadcast_shapes(index.shape, size.shape, bits.shape)
-    if math.prod(shape) <= FEW:
-        # At least a dimension: a product of NumPy's scalars warns where it wraps.
+    if math.prod(shape) <= NUMPY_ELEMENTS:
+        # At least one dimension: products of NumPy scalars warn on overflow.
         found = _permuted_few(*(np.atleast_1d(tensor.numpy()) for tensor in (index, size, bits)))
         return torch.from_numpy(found).reshape(shape)
     columns = size.double().sqrt().ceil().long()
     rows = (size + columns - 1) // columns
     index = _feistel(index, rows, columns, bits)
-    for _ in range(WALKS):
+    for _ in range(MAX_WALKS):
         few = (index >= size).nonzero(as_tuple=True)
         if not len(few[0]):
             break
@@ -97,8 +97,8 @@ def batch_indices(
 ) -> Tensor:
     """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
 
-    A client goes through its ``size`` samples (stored from ``start`` on) in a random order of its own, a new one for
-    each pass: no sample comes twice before all have come once.
+    A client passes through its ``size`` samples (stored from ``start`` on) in its own random order, a new one for each
+    pass: no sample repeats before all have been seen.
     """
     position = torch.arange(draws * batch_size, device=start.device)
     position, start, size = position[None, :], start[:, None], size[:, None]
@@ -108,18 +108,18 @@ def batch_indices(
 
 
 def choose(seed: int, stream: Stream, round_: int, population: int, count: int, attempt: int = 0) -> Tensor:
-    """Return ``count`` of ``population`` client ids, ascending, drawn afresh each round and attempt."""
+    """Return ``count`` of ``population`` client ids, ascending, drawn anew for each round and attempt."""
     positions = torch.arange(count)
     drawn = permute(positions, torch.tensor(population), key(seed, stream, round_, *((attempt,) if attempt else ())))
     return drawn.sort().values
 
 
 def _permuted_few(index: Integers, size: Integers, bits: Integers) -> Integers:
-    """Return :func:`permute` of few numbers on a CPU, on which NumPy's operators start sooner."""
+    """Return :func:`permute` of a few numbers on a CPU, where NumPy has less overhead."""
     columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
     rows = (size + columns - 1) // columns
     index = _feistel(index, rows, columns, bits)
-    for _ in range(WALKS):
+    for _ in range(MAX_WALKS):
         few = index >= size
         if not few.any():
             break
@@ -140,7 +140,7 @@ def _feistel(index: Bits, rows: Bits, columns: Bits, bits: Bits) -> Bits:
 
 @cache
 def _compiled_permute() -> Callable[..., Tensor]:
-    """Return :func:`permute` for a GPU: what is a thousand small kernels above, as one."""
+    """Return :func:`permute` for a GPU, as one kernel instead of a thousand small ones."""
     code = f"""template <typename T>
     T permuted(T index, T size, T bits) {{
         auto mix = [](T x) {{
@@ -149,7 +149,7 @@ def _compiled_permute() -> Callable[..., Tensor]:
             return x ^ (x >> 16);
         }};
         T columns = (T)ceil(sqrt((double)size)), rows = (size + columns - 1) / columns;
-        for (int walk = 0; walk <= {WALKS} && (walk == 0 || index >= size); ++walk) {{
+        for (int walk = 0; walk <= {MAX_WALKS} && (walk == 0 || index >= size); ++walk) {{
             T left = index / columns, right = index % columns;
             for (T turn = 0; turn < {FEISTEL_ROUNDS}; ++turn) {{
                 T salt = mix(bits ^ ((turn * 0x632BE5ABLL) & {MASK}LL));
@@ -164,11 +164,11 @@ def _compiled_permute() -> Callable[..., Tensor]:
 
 
 class Subsets:
-    """Random subsets of ``count`` of ``size`` coordinates, one for each client and round; the latest are remembered."""
+    """Random subsets of ``count`` of ``size`` coordinates, one for each client and round; the latest are cached."""
 
     def __init__(self, size: int, count: int) -> None:
         self.size, self.count = size, count
-        # The broadcast, the update and the average of a round ask for the same subset, groups of clients in between.
+        # Broadcast, update and average of a round use the same subset, with groups of clients in between.
         self._latest: deque[tuple[Turn, Tensor]] = deque(maxlen=4)
 
     def of(self, turn: Turn) -> Tensor:
@@ -184,5 +184,5 @@ class Subsets:
 
 def _same(one: Turn, other: Turn) -> bool:
     if one is other or isinstance(one.round, Tensor) or isinstance(other.round, Tensor):
-        return one is other  # a recorded computation has no values to compare
+        return one is other  # recorded computations have no values to compare
     return (one.seed, one.round) == (other.seed, other.round) and torch.equal(one.clients, other.clients)

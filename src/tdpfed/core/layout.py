@@ -1,7 +1,7 @@
-"""A layout says which slice of a flat vector is which named parameter.
+"""A layout maps the slices of a flat vector to named parameters.
 
 The state of a model is one tensor ``(P,)``, that of K clients ``(K, P)``; a layout turns it into named tensors and back
-without a copy. It is made from names and shapes alone, and its hash tells whether two sides mean the same vector.
+without a copy. It depends only on names and shapes; equal hashes mean that two sides use the same layout.
 """
 
 import fnmatch
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, source: "nn.Module | Mapping[str, Tensor | Sequence[int]]") -> "Layout":
-        """Make the layout of a module's parameters, or of a dict of tensors or shapes."""
+        """Return the layout of a module's parameters, or of a dict of tensors or shapes."""
         if isinstance(source, nn.Module):
             refuse_running_statistics(source)
             source = dict(source.named_parameters())
@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each parameter lies in the flat vector."""
+        """The slice of each parameter in the flat vector."""
         ends = [sum(self.sizes[: n + 1]) for n in range(len(self.sizes))]
         return {name: slice(end - size, end) for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
 
@@ -72,7 +72,7 @@ class Layout:
         return hashlib.sha256(json.dumps([self.names, self.shapes]).encode()).hexdigest()
 
     def matching(self, patterns: str | Sequence[str], field: str = "patterns") -> list[str]:
-        """Return the names that match shell-style patterns, in order; ``"last"`` stands for the last layer.
+        """Return the names that match shell-style patterns, in order; ``"last"`` means the last layer.
 
         A pattern that matches nothing is an error that names ``field``.
         """
@@ -86,7 +86,7 @@ class Layout:
             ]
             if not names:
                 raise TDPFedError(
-                    f"{field}: the pattern {pattern!r} matches no parameter; there are {', '.join(self.names)}"
+                    f"{field}: the pattern {pattern!r} matches no parameter, must match one of {', '.join(self.names)}"
                 )
             found.update(names)
         return [name for name in self.names if name in found]
@@ -117,7 +117,7 @@ class Layout:
         """Return the parameters of ``flat`` ``(..., P)`` as views ``(..., *shape)``, in order."""
         if flat.shape[-1:] != (self.size,):
             raise TDPFedError(f"flat vector: shape {tuple(flat.shape)} given, the last dimension must be {self.size}")
-        # One split, not a slice per parameter: its backward is one concatenation.
+        # One split instead of a slice per parameter: its backward is a single concatenation.
         parts = torch.split(flat, self.sizes, dim=-1)
         return [part.reshape((*part.shape[:-1], *shape)) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -152,7 +152,7 @@ class Layout:
 
 
 def refuse_running_statistics(module: nn.Module) -> None:
-    """Refuse layers that change buffers in ``forward``: their state is no parameter and cannot be averaged soundly."""
+    """Refuse layers that change buffers in ``forward``: these are not parameters and cannot be averaged."""
     for name, layer in module.named_modules():
         if getattr(layer, "track_running_stats", False):
             raise TDPFedError(

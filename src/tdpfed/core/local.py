@@ -1,8 +1,8 @@
-"""A client's own work in a round, in the words of the papers: the one door through which methods reach data and model.
+"""The local work of a client in a round: the only interface through which methods use data and model.
 
-:class:`LocalWork` is what a method sees; nothing it offers changes its arguments. There are two implementations with
-the same numbers up to rounding: ordinary PyTorch in :mod:`tdpfed.core.plain`, and the engine's fast one. With a
-leading client axis, ``(K, P)``, the same calls compute K clients at once.
+No function of :class:`LocalWork` changes its arguments. There are two implementations, equal up to rounding: plain
+PyTorch in :mod:`tdpfed.core.plain`, and the fast one of the engine. With a leading client axis, ``(K, P)``, the same
+calls compute K clients at once.
 """
 
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ from torch import Tensor
 from tdpfed.core import optim
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import State, Turn
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import wrong
 
 Batch = tuple[Tensor, Tensor]
 Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""From parameters and a minibatch to gradient and loss."""
+"""Maps parameters and a minibatch to gradient and loss."""
 
 KEPT = ("moment0", "moment1", "steps")
-"""Names under which a client keeps the state of a factor optimizer between rounds, as many of them as it has."""
+"""Entries in which a client keeps the state of a factor optimizer between rounds; an optimizer uses the first ones."""
 
 
 class Near(NamedTuple):
@@ -30,11 +30,11 @@ class Near(NamedTuple):
 
     theta: Tensor
     loss: Tensor
-    low_rank: object = None  # what a fast implementation knows of theta - anchor, for the factors that follow
+    low_rank: object = None  # of a fast implementation: theta - anchor in low-rank form, for the factors
 
 
 class Plan(Protocol):
-    """What moving factors needs of a :class:`tdpfed.FactorPlan`."""
+    """The part of a :class:`tdpfed.FactorPlan` that steps on factors need."""
 
     @property
     def factors(self) -> Layout:
@@ -42,7 +42,7 @@ class Plan(Protocol):
 
     @property
     def modes(self) -> list[int]:
-        """The mode, from 0, that each entry of the factor layout belongs to."""
+        """The mode, from 0, of each entry of the factor layout."""
 
     def compose(self, a: Tensor) -> Tensor:
         """Map factors to parameters."""
@@ -56,7 +56,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class FactorRule:
-    """How factors are moved: the optimizer, its learning rate, and when its state starts afresh."""
+    """How factors are optimized: the optimizer, its learning rate, and when its state is reset."""
 
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"]
     lr: float
@@ -65,20 +65,20 @@ class FactorRule:
     damping: float = 1.0  # als: how strongly factors are held near their previous value
 
     def make(self) -> optim.Optimizer:
-        """Return the update rule; one that continues in the next round counts its steps."""
+        """Return the optimizer; if it continues in the next round it counts its steps."""
         if self.optimizer == "adam":
             return optim.adam(self.lr, counting=self.restart == "run")
         return optim.BY_NAME[self.optimizer](self.lr)
 
     def start(self, size: int, like: Tensor) -> State:
-        """Return what a client keeps of the optimizer before its first round: nothing unless it continues."""
+        """Return the optimizer state of a client before its first round; empty unless it continues between rounds."""
         if self.restart != "run":
             return {}
         return dict(zip(KEPT, self.make().init(like.new_zeros(size)), strict=False))
 
 
 class Factors(ABC):
-    """Factors on their way through a round. :meth:`towards` returns the next ones; use only the latest."""
+    """The factors of a client during a round. :meth:`towards` returns the next ones; use only the latest."""
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class Factors(ABC):
     @property
     @abstractmethod
     def state(self) -> State:
-        """What a client keeps of the optimizer for its next round."""
+        """The optimizer state that a client keeps for its next round."""
 
     @abstractmethod
     def towards(self, near: Near, lam: float, steps: int) -> "Factors":
@@ -125,7 +125,7 @@ class LocalWork(ABC):
         anchor: Tensor | None = None,
         lam: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Take gradient steps, each on a minibatch of its own; return the parameters and the last loss.
+        """Take gradient steps, each on a new minibatch; return the parameters and the last loss.
 
         ``tau`` steps unless ``steps`` is given, from minibatch ``first`` on. With an ``anchor`` the steps are on
         ``f + lam/2 ||theta - anchor||^2``; the loss is that of ``f``.
@@ -147,7 +147,7 @@ class LocalWork(ABC):
 
     @abstractmethod
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
-        """Begin to move factors ``(..., Q)``; an optimizer that continues takes its state from ``private``."""
+        """Return factors ``(..., Q)`` to optimize; an optimizer that continues takes its state from ``private``."""
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Yield the first ``count`` minibatches of this round, ``tau`` by default."""
@@ -156,6 +156,13 @@ class LocalWork(ABC):
     def _steps(self, first: int, steps: int | None) -> range:
         """Return the minibatches that ``descend`` uses."""
         count = self.tau if steps is None else steps
-        if first < 0 or count < 1:
-            raise TDPFedError(f"descend: first {first} and steps {count} given, must be at least 0 and 1")
+        check_steps(count)
+        if first < 0:
+            raise wrong("first", first, "at least 0")
         return range(first, first + count)
+
+
+def check_steps(steps: int) -> None:
+    """Refuse to take no step: there would be no loss to report."""
+    if steps < 1:
+        raise wrong("steps", steps, "at least 1")

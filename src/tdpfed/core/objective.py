@@ -1,7 +1,7 @@
-"""Loss, gradient and correct answers of (model, flat parameters, batch), for one client or for K at once.
+"""Loss, gradient and correct predictions of (model, flat parameters, batch), for one client or for K at once.
 
-The model stays an ordinary ``nn.Module`` and is called as a function of a flat vector. With a client axis, parameters
-``(K, P)`` meet batches ``(K, B, ...)`` and one ``vmap`` computes all clients together.
+The model is an ordinary ``nn.Module``, called as a function of a flat vector. With parameters ``(K, P)`` and batches
+``(K, B, ...)`` one ``vmap`` computes all clients together.
 """
 
 import copy
@@ -23,7 +23,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of ``(B, C)`` and class numbers ``(B,)``: PyTorch's in a third of its operators."""
+    """Return the mean cross-entropy of ``(B, C)`` and class numbers ``(B,)``, with fewer operators than PyTorch's."""
     return nn.functional.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).mean().neg()
 
 
@@ -34,17 +34,17 @@ class Objective:
     model: nn.Module
     layout: Layout  # of the parameters that are trained; frozen ones stay in the model
     loss: Loss
-    short: bool = False  # layers compute in bfloat16 where autocast lets them; parameters and loss stay as they are
+    short: bool = False  # layers compute in bfloat16 where autocast does; parameters and loss do not
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss = cross_entropy, *, short: bool = False) -> "Objective":
-        """Make the objective of ``model``; ``loss(outputs, targets)`` gives the mean over the batch."""
+        """Return the objective of ``model``; ``loss(outputs, targets)`` is the mean over the batch."""
         refuse_running_statistics(model)
         for name, layer in model.named_modules():
             if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
                 raise TDPFedError(
-                    f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws no seed of ours "
-                    "repeats; remove it, set p=0 or call model.eval()"
+                    f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws are not "
+                    "reproducible; remove it, set p=0 or call model.eval()"
                 )
         return cls(model, Layout.of(_trained(model)), loss, short)
 
@@ -70,7 +70,7 @@ class Objective:
         return same and all(torch.equal(value, its[name]) for name, value in mine.items())
 
     def activation_size(self, x: Tensor) -> int:
-        """Return how many values the layers give per sample, counted on inputs ``(B, ...)``."""
+        """Return the number of activations per sample, measured on inputs ``(B, ...)``."""
         counts: list[int] = []
         leaves = [layer for layer in self.model.modules() if not any(layer.children())]
         hooks = [
@@ -97,7 +97,7 @@ class Objective:
 
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the gradient ``(..., P)`` and the loss ``(...)`` by autograd; K clients at once by ``vmap``."""
-        if theta.ndim == 2 or torch.is_inference_mode_enabled():  # in which autograd records nothing
+        if theta.ndim == 2 or torch.is_inference_mode_enabled():  # autograd records nothing in inference mode
             compute = grad_and_value(self.value)
             gradient, loss = (vmap(compute) if theta.ndim == 2 else compute)(theta, *batch)
             return gradient, loss
@@ -107,7 +107,7 @@ class Objective:
             return torch.autograd.grad(loss, leaf)[0], loss.detach()
 
     def one_by_one(self, theta: Tensor) -> bool:
-        """Whether clients are better computed singly: a CPU runs K convolutions faster than one of K groups."""
+        """Whether to compute clients one by one: a CPU runs K convolutions faster than one with K groups."""
         return theta.device.type == "cpu" and self.convolves
 
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Update rules as textbooks have them: pure functions on flat vectors with any leading client dimensions.
+"""Textbook optimizers as pure functions on flat vectors with any leading client dimensions.
 
-``init(a)`` makes a rule's state, ``step(a, gradient, state, count)`` returns the next point and state, ``count`` being
-1 for the first step. The rules agree with ``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its
+``init(a)`` returns the initial state, ``step(a, gradient, state, count)`` the next point and state; ``count`` is 1 for
+the first step. The rules agree with ``torch.optim`` (SGD with Nesterov momentum, Adam, Adagrad, RMSprop) at its
 default settings.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T", float, Tensor)
 
 
 class Optimizer(NamedTuple):
-    """An update rule: how its state begins, and one step."""
+    """An optimizer: its initial state, and one step."""
 
     init: Callable[[Tensor], Moments]
     step: Callable[[Tensor, Tensor, Moments, int], tuple[Tensor, Moments]]
@@ -29,7 +29,7 @@ def towards(a: Tensor, b: Tensor, share: float) -> Tensor:
 
 
 def within_float32(value: float) -> float:
-    """Return a number that every tensor takes: one beyond the range of float32 becomes infinite."""
+    """Return a number that float32 tensors accept: one beyond their range becomes infinite."""
     return value if abs(value) < torch.finfo(torch.float32).max else math.copysign(math.inf, value)
 
 
@@ -41,8 +41,8 @@ def gd(lr: float) -> Optimizer:
 def nesterov(theta: T, g: T, velocity: T | None, lr: float, momentum: float, out: Tensor | None = None) -> tuple[T, T]:
     """Return the point and the velocity after one step of gradient descent with Nesterov momentum.
 
-    Before the first step there is no velocity, and the gradient becomes it. The tensors ``g`` and ``velocity`` may be
-    overwritten; ``out`` takes the point where it is given. Single numbers follow the same rule.
+    The velocity is None before the first step, and the gradient after it. The tensors ``g`` and ``velocity`` may be
+    overwritten; the point is written to ``out`` if given. Numbers of type float follow the same rule.
     """
     if isinstance(theta, float):
         velocity = g + momentum * (velocity or 0.0)
@@ -58,8 +58,8 @@ def adam(
 ) -> Optimizer:
     """Adam with bias correction.
 
-    One that is ``counting`` has each client's number of steps in its state, so that clients may continue it after
-    different numbers of rounds.
+    With ``counting`` the state has each client's number of steps, so that clients can continue after different numbers
+    of rounds.
     """
 
     def init(a: Tensor) -> Moments:
@@ -99,4 +99,4 @@ def rmsprop(lr: float, decay: float = 0.99, eps: float = 1e-8) -> Optimizer:
 
 
 BY_NAME: dict[str, Callable[..., Optimizer]] = {"gd": gd, "adam": adam, "adagrad": adagrad, "rmsprop": rmsprop}
-"""The rules that move factors, by the name a configuration gives them; each takes the learning rate."""
+"""The optimizers of factors by their name in a configuration; the argument is the learning rate."""

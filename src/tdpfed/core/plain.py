@@ -1,4 +1,4 @@
-"""Local work as ordinary PyTorch: for the loop runner and Flower nodes, and what the fast one is tested against."""
+"""Local work in plain PyTorch: for the loop runner and Flower nodes, and the reference for tests of the fast one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan
+from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan, check_steps
 from tdpfed.core.state import State, Turn
 
 
 class PlainLocal(LocalWork):
-    """Local work as ordinary PyTorch, one step after another."""
+    """Local work in plain PyTorch, step by step."""
 
     def __init__(self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: Gradient) -> None:
         super().__init__(turn, tau)
@@ -56,6 +56,7 @@ class PlainLocal(LocalWork):
         steps: int = 1,
     ) -> Near:
         """Take Nesterov steps, plain gradient steps at momentum 0."""
+        check_steps(steps)
         velocity: Tensor | None = None
         for _ in range(steps):
             g, loss = self.gradient(theta, batch)
@@ -66,20 +67,20 @@ class PlainLocal(LocalWork):
         return Near(theta, loss)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
-        """Begin to move factors."""
+        """Return factors to optimize."""
         kept = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else ()
         return PlainFactors(plan, a, rule, kept or None)
 
 
 @dataclass(frozen=True)
 class PlainFactors(Factors):
-    """Factors moved one step after another by a textbook rule."""
+    """Factors optimized step by step by a textbook rule."""
 
     plan: Plan
     a: Tensor
     rule: FactorRule
     moments: optim.Moments | None
-    taken: int = 0  # steps since the moments began
+    taken: int = 0  # steps since the moments were reset
 
     @property
     def value(self) -> Tensor:
@@ -93,7 +94,7 @@ class PlainFactors(Factors):
 
     @property
     def state(self) -> State:
-        """What a client keeps of the optimizer."""
+        """The optimizer state that a client keeps."""
         return dict(zip(KEPT, self.moments or (), strict=False)) if self.rule.restart == "run" else {}
 
     def towards(self, near: Near, lam: float, steps: int) -> "PlainFactors":
@@ -122,6 +123,6 @@ def modes_in_turn(plan: Plan, device: torch.device) -> list[Tensor]:
 def select(
     mask: Tensor, new: tuple[Tensor, optim.Moments], old: tuple[Tensor, optim.Moments]
 ) -> tuple[Tensor, optim.Moments]:
-    """Return the new point and moments where the mask says so, the old ones elsewhere."""
+    """Return the new point and moments where the mask is true, the old ones elsewhere."""
     moments = tuple(torch.where(mask, n, o) for n, o in zip(new[1], old[1], strict=True))
     return torch.where(mask, new[0], old[0]), moments

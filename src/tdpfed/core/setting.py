@@ -1,7 +1,7 @@
-"""Settings that are declared once: default, range and meaning stand beside the code that uses the value.
+"""Settings declared once: default, range and meaning are next to the code that uses the value.
 
-A setting is a field of a frozen dataclass, made by :func:`setting`. Its type says what kind of value it is. Everything
-else is derived: ``__post_init__`` calls :func:`check`, plain values of a file are read by :func:`build`, and
+A setting is a field of a frozen dataclass, made by :func:`setting`, with its type as annotation. Everything else is
+derived: ``__post_init__`` calls :func:`check`, values of a file are read by :func:`build`, and
 :func:`words` says what is allowed. All errors of a class are reported together.
 """
 
@@ -16,8 +16,8 @@ from tdpfed.errors import TDPFedError, each, raise_all, unknown, wrong
 
 T = TypeVar("T")
 
-UNFIT = object()
-"""What :func:`fit` returns for a value that does not fit."""
+INVALID = object()
+"""The result of :func:`fit` for an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Range:
         )
 
     def text(self, form: str, between: str, names: Mapping[str, str]) -> str:
-        """Return the limits in words; ``names`` has a word or sign for each kind of limit."""
+        """Return the limits as text; ``names`` has a word or sign for each kind of limit."""
         given = [(names[kind], getattr(self, kind)) for kind in ("above", "least", "most", "below")]
         return between.join(form.format(name, number(limit)) for name, limit in given if limit is not None)
 
@@ -56,12 +56,12 @@ def setting(
     most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """Declare a setting: its default (none: it must be given), what it means and the range it must lie in."""
+    """Declare a setting: its default (without one it is required), its meaning and its range."""
     return _field(default, {"doc": doc, "range": Range(above, least, most, below)})
 
 
 def same(owner: type, name: str, default: Any = MISSING) -> Any:
-    """Declare a setting as that of another class, with its own default where one is given."""
+    """Declare the same setting as in another class, with another default if one is given."""
     item = next(item for item in settings_of(owner) if item.name == name)
     return _field(item.default if default is MISSING else default, item.metadata)
 
@@ -77,14 +77,14 @@ def plain(settings: Any) -> dict[str, Any]:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Return a setting's default; None where it has none."""
+    """Return a setting's default; None if it has none."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return None if item.default is MISSING else item.default
 
 
 def doc_of(item: Field[Any]) -> str:
-    """Return what a setting means."""
+    """Return the meaning of a setting."""
     return str(item.metadata.get("doc", ""))
 
 
@@ -101,16 +101,18 @@ def hints_of(owner: type) -> dict[str, Any]:
 
 
 def check(settings: Any) -> None:
-    """Refuse values outside their types and ranges, all of them at once."""
+    """Refuse values of a wrong type or out of range; all errors are reported together."""
     hints = hints_of(type(settings))
     pairs = [(item, getattr(settings, item.name)) for item in settings_of(type(settings))]
-    raise_all([_error(item, hints[item.name], value) for item, value in pairs if _fitted(item, hints, value) is UNFIT])
+    raise_all(
+        [_error(item, hints[item.name], value) for item, value in pairs if _fitted(item, hints, value) is INVALID]
+    )
 
 
 def read(owner: type, values: Any, where: str, errors: list[TDPFedError]) -> dict[str, Any]:
-    """Return the values of a table that are settings of a class and fit; what is wrong is added to ``errors``.
+    """Return the valid values of a table for the settings of a class; errors are added to ``errors``.
 
-    Numbers and lists are returned as the settings' types have them. A single text may stand for a list of one.
+    Numbers and lists are converted to the settings' types. A single string is accepted for a list of one.
     """
     if not isinstance(values, Mapping):
         errors.append(wrong(where, values, "a table"))
@@ -123,7 +125,7 @@ def read(owner: type, values: Any, where: str, errors: list[TDPFedError]) -> dic
             continue
         listed = get_origin(hints[name]) is tuple and isinstance(given, str)
         value = _fitted(known[name], hints, [given] if listed else given)
-        if value is UNFIT:
+        if value is INVALID:
             errors.append(_error(known[name], hints[name], given).within(where))
         else:
             found[name] = value
@@ -131,9 +133,9 @@ def read(owner: type, values: Any, where: str, errors: list[TDPFedError]) -> dic
 
 
 def build(owner: type[T], values: Any, where: str, errors: list[TDPFedError]) -> T | None:
-    """Return an instance made of the values of a table, or None where something is wrong, which goes to ``errors``.
+    """Return an instance with the values of a table; None if there are errors, which are added to ``errors``.
 
-    What the class checks across its settings is checked once each of them is right by itself.
+    The checks of the class across several settings run only if each setting is valid.
     """
     found: list[TDPFedError] = []
     given = read(owner, values, where, found)
@@ -153,12 +155,12 @@ def build(owner: type[T], values: Any, where: str, errors: list[TDPFedError]) ->
 
 
 def fit(hint: Any, value: Any, limits: Range) -> Any:
-    """Return a value as its type has it (a whole number as a float, a list as a tuple), or ``UNFIT``."""
+    """Return a value converted to its type (an integer to a float, a list to a tuple), or ``INVALID``."""
     kind, parts = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
-        return next((found for part in parts if (found := fit(part, value, limits)) is not UNFIT), UNFIT)
+        return next((found for part in parts if (found := fit(part, value, limits)) is not INVALID), INVALID)
     if kind is Literal:
-        return next((one for one in parts if type(one) is type(value) and one == value), UNFIT)
+        return next((one for one in parts if type(one) is type(value) and one == value), INVALID)
     if kind in (tuple, list):
         return _sequence(kind, parts, value, limits)
     if isinstance(kind, type) and issubclass(kind, Mapping):
@@ -166,18 +168,18 @@ def fit(hint: Any, value: Any, limits: Range) -> Any:
     if hint in (int, float):
         return _number(hint, value, limits)
     if hint is NoneType:
-        return value if value is None else UNFIT
-    return value if hint is Any or not isinstance(hint, type) or isinstance(value, hint) else UNFIT
+        return value if value is None else INVALID
+    return value if hint is Any or not isinstance(hint, type) or isinstance(value, hint) else INVALID
 
 
 def words(hint: Any, limits: Range) -> str:
-    """Return in words what a value of a type may be, as ``a finite number above 0 or 'median'``."""
+    """Return a description of the allowed values, such as ``a finite number above 0 or 'median'``."""
     names = list(_words(hint, limits))
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def literals(hint: Any) -> list[str]:
-    """Return the words that a value of a type may be."""
+    """Return the strings among the literals of a type."""
     inner = get_args(hint)
     if get_origin(hint) is Literal:
         return [one for one in inner if isinstance(one, str)]
@@ -213,27 +215,27 @@ def _error(item: Field[Any], hint: Any, value: Any) -> TDPFedError:
 
 def _number(kind: type, value: Any, limits: Range) -> Any:
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-        return UNFIT
+        return INVALID
     try:
-        return kind(value) if math.isfinite(value) and value in limits else UNFIT
-    except OverflowError:  # a whole number that no float can hold
-        return UNFIT
+        return kind(value) if math.isfinite(value) and value in limits else INVALID
+    except OverflowError:  # an integer beyond the range of floats
+        return INVALID
 
 
 def _sequence(kind: type, parts: Sequence[Any], value: Any, limits: Range) -> Any:
     if not isinstance(value, list | tuple):
-        return UNFIT
+        return INVALID
     found = [fit(parts[0] if parts else Any, one, limits) for one in value]
-    return UNFIT if any(one is UNFIT for one in found) else kind(found)
+    return INVALID if any(one is INVALID for one in found) else kind(found)
 
 
 def _mapping(parts: Sequence[Any], value: Any, limits: Range) -> Any:
     if not isinstance(value, Mapping):
-        return UNFIT
+        return INVALID
     inner = parts[1] if parts else Any
     found = {key: fit(inner, one, limits) for key, one in value.items()}
-    sound = all(isinstance(key, str) and one is not UNFIT for key, one in found.items())
-    return found if sound else UNFIT
+    sound = all(isinstance(key, str) and one is not INVALID for key, one in found.items())
+    return found if sound else INVALID
 
 
 def _words(hint: Any, limits: Range) -> Iterator[str]:
@@ -256,6 +258,6 @@ def _words(hint: Any, limits: Range) -> Iterator[str]:
 
 
 def _many(hint: Any, limits: Range) -> str:
-    """Return what the items of a list or table are."""
+    """Return a description of the items of a list or table."""
     plural = {int: "whole numbers", float: "finite numbers", str: "text", Any: "values"}
     return f"{plural[hint]} {limits}".strip() if hint in plural else words(hint, limits)

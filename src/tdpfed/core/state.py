@@ -1,7 +1,7 @@
-"""State and place: what a method computes on, and where in a run it computes.
+"""States, the tensors that a method computes with, and turns, the position of a computation in a run.
 
 A state is a dict of tensors, ``(n,)`` for one client or ``(K, n)`` for K at once. An entry of a message is described by
-its layout, or by its length alone where its values have no shape of their own.
+its layout, or by its length if its values have no shapes.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from tdpfed.core.layout import Layout
 State = dict[str, Tensor]
 
 Entries = Mapping[str, Layout | int]
-"""What a message holds: for each entry its layout, or its length where it has none."""
+"""The entries of a message: the layout of each, or its length if it has none."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Which round it is and which clients are computed: together with the seed the place of every random draw."""
+    """A round and the clients that are computed: with the seed they determine every random draw."""
 
-    seed: int | Tensor  # (K,) where clients of several runs are computed together
-    round: int | Tensor  # a scalar tensor where the computation is recorded for any round
+    seed: int | Tensor  # (K,) if clients of several runs are computed together
+    round: int | Tensor  # a scalar tensor if the computation is recorded for any round
     clients: Tensor  # (K,) ids, or () for one client
 
 

@@ -1,11 +1,11 @@
-"""How many CPU threads a computation is worth."""
+"""The number of CPU threads for a computation."""
 
 import torch
 
 ONE_THREAD_PARAMETERS = 500_000
-"""Parameters of all clients computed together up to which one thread is best: a second would wait more than compute."""
+"""Up to this many parameters of all clients together one thread is fastest: a second waits more than it computes."""
 
 
 def threads_for(parameters: int) -> int:
-    """Return how many of the process's threads to use for clients of so many parameters in all."""
+    """Return the number of threads to use for clients with this many parameters in total."""
     return torch.get_num_threads() if parameters > ONE_THREAD_PARAMETERS else 1

@@ -1,6 +1,6 @@
 """CP (Kruskal) algebra and fitting, on factors ``(..., I_n, R)`` with any leading client dimensions.
 
-``algebra`` holds the exact operations (compose, unfold, MTTKRP, the gradient), ``fit`` what searches for factors (ALS).
+``algebra`` contains the exact operations (compose, unfold, MTTKRP, the gradient), ``fit`` the fitting of factors (ALS).
 """
 
 from tdpfed.cp.algebra import (

@@ -1,9 +1,9 @@
 """The exact operations on CP factors ``(..., I_n, R)``: compose, unfold, MTTKRP and the gradient of the residual.
 
 The tensor is ``[[A1, ..., AN]] = sum_r a1_r o ... o aN_r``, shape ``(..., I_1, ..., I_N)`` (section III). Unfoldings
-and Khatri-Rao products are row-major (the last mode varies fastest), so a tensor is cut into "left modes x right modes"
-by a reshape alone. Every MTTKRP of a tensor then comes from two matrix products, one per side of the cut, and a few
-cheap reductions: for a convolution kernel nothing larger than kernel positions x channels x R is ever formed.
+and Khatri-Rao products are row-major (the last mode varies fastest), so a reshape is enough to view a tensor as a
+matrix "left modes x right modes". All MTTKRPs of a tensor then follow from two matrix products, one per side of the
+cut, and a few cheap reductions: for a convolution kernel, no intermediate is larger than positions x channels x R.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from tdpfed.errors import TDPFedError
 
 CONTRACTED_ONE_BY_ONE = 32
-"""A reduction over at most so many positions accumulates them; a longer one multiplies and sums, in quarters."""
+"""A reduction over at most this many positions accumulates them; a longer one multiplies and sums, in quarters."""
 
 
 def compose(factors: Sequence[Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ def compose(factors: Sequence[Tensor]) -> Tensor:
 def khatri_rao(factors: Sequence[Tensor]) -> Tensor:
     """Return the column-wise Kronecker product, shape ``(..., prod I_n, R)``; the last factor's row varies fastest."""
     product = factors[-1]
-    for factor in reversed(factors[:-1]):  # the small ones are multiplied first, where kernel positions come last
+    for factor in reversed(factors[:-1]):  # in this order small kernel axes are multiplied first
         product = (factor.unsqueeze(-2) * product.unsqueeze(-3)).flatten(-3, -2)
     return product
 
@@ -43,7 +43,7 @@ def unfold(x: Tensor, mode: int, order: int | None = None) -> Tensor:
 
 
 def fold(matrix: Tensor, mode: int, shape: Sequence[int]) -> Tensor:
-    """Undo :func:`unfold`: ``(..., I_mode, rest)`` to ``(..., *shape)``."""
+    """Return the inverse of :func:`unfold`: ``(..., I_mode, rest)`` to ``(..., *shape)``."""
     rest = [size for n, size in enumerate(shape) if n != mode]
     return matrix.reshape(*matrix.shape[:-2], shape[mode], *rest).movedim(-len(shape), mode - len(shape))
 
@@ -74,8 +74,8 @@ def residual_grad(theta: Tensor, factors: Sequence[Tensor], scale: float = 1.0) 
 def sweep(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(n, MTTKRP_n)`` for every mode in order, sharing contractions between modes.
 
-    ``factors`` is read anew at each step: a caller that replaces a factor in between gets alternating updates (ALS),
-    one that does not gets all products at the same point (the gradient).
+    ``factors`` is read again at each step: if the caller replaces factors during the iteration, the updates alternate
+    (ALS); otherwise all products are computed at the same point (the gradient).
     """
     for side in sides(factors):
         yield from walk(partial_product(theta, factors, side), factors, side)
@@ -93,13 +93,13 @@ def mode_sizes(factors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def check_rank(rank: int, name: str = "rank") -> None:
-    """Refuse a rank that is no whole number of at least 1."""
+    """Reject a rank that is not a whole number of at least 1."""
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise TDPFedError(f"{name}: {rank!r} given, a rank must be a whole number of at least 1")
 
 
 def check_order(x: Tensor, order: int | None) -> int:
-    """Return ``order``, all dimensions of ``x`` where None; refuse one that ``x`` does not have."""
+    """Return ``order``, by default the number of dimensions of ``x``; reject values outside 1 to that number."""
     order = x.ndim if order is None else order
     if not 1 <= order <= x.ndim:
         raise TDPFedError(f"order: {order} given, must be 1 to {x.ndim} for a tensor of shape {tuple(x.shape)}")
@@ -107,7 +107,7 @@ def check_order(x: Tensor, order: int | None) -> int:
 
 
 def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> None:
-    """Refuse factors whose ranks or batch dimensions disagree, among themselves or with ``theta``."""
+    """Reject factors whose ranks or batch dimensions do not match each other or ``theta``."""
     if not factors:
         raise TDPFedError("factors: none given, at least one is needed")
     for n, factor in enumerate(factors, 1):
@@ -127,7 +127,7 @@ def check_factors(factors: Sequence[Tensor], theta: Tensor | None = None) -> Non
 
 
 def best_cut(sizes: Sequence[int]) -> int:
-    """Return how many modes stand left of the cut that makes its two sides smallest; from order 2 neither is empty."""
+    """Return the number of modes left of the cut with the smallest sides; from order 2 on neither side is empty."""
     cuts = range(1, len(sizes)) if len(sizes) > 1 else [1]
     return min(cuts, key=lambda cut: math.prod(sizes[:cut]) + math.prod(sizes[cut:]))
 
@@ -162,7 +162,7 @@ def walk(partial: Tensor, factors: Sequence[Tensor], side: range) -> Iterator[tu
 
 
 def contract(partial: Tensor, other: Tensor, dim: int) -> Tensor:
-    """Return ``(partial * other).sum(dim)`` with a quarter of the product's memory, or without it."""
+    """Return ``(partial * other).sum(dim)`` with at most a quarter of the product in memory."""
     if partial.is_cuda:
         return (partial * other).sum(dim)
     if partial.shape[dim] > CONTRACTED_ONE_BY_ONE:

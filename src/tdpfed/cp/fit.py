@@ -1,4 +1,4 @@
-"""Fitting CP factors to a tensor: warm-started ALS, a cold start, initialisation and balancing."""
+"""Fitting CP factors to a tensor: warm-started ALS, a cold start, initialization and balancing."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ def als(
 ) -> list[Tensor]:
     """Fit ``[[A1..AN]]`` to ``theta`` by alternating least squares from a warm start; the residual never increases.
 
-    ``damping`` holds each factor near its previous value, as a fraction of the mean eigenvalue of ``V_n``; this leaves
-    every exact solution a fixed point. Stops when no client's residual fell by more than ``tol`` of ``||theta||``.
+    ``damping`` keeps each factor close to its previous value, as a fraction of the mean eigenvalue of ``V_n``; exact
+    solutions remain fixed points. Stops when no client's residual decreases by more than ``tol`` times ``||theta||``.
     """
     check_factors(factors, theta)
     _check_fit(sweeps, tol, damping)
@@ -44,16 +44,16 @@ def decompose(
     restarts: int = 0,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Fit ``rank`` columns to the last ``order`` dimensions of ``theta`` from a cold start; columns come out balanced.
+    """Fit ``rank`` columns to the last ``order`` dimensions of ``theta`` from a cold start, with balanced columns.
 
-    Vectors, matrices (truncated SVD) and ranks that can hold any tensor of this shape are solved exactly. Otherwise ALS
-    starts from the leading singular vectors of the unfoldings, then ``restarts`` times from random factors; the best
-    one stays.
+    Vectors, matrices (truncated SVD) and ranks that can represent any tensor of this shape are solved exactly.
+    Otherwise ALS starts from the leading singular vectors of the unfoldings, then ``restarts`` times from random
+    factors; the best fit is returned.
     """
     order = check_order(theta, order)
     check_rank(rank)
     _check_fit(sweeps, tol, 0.0)
-    if theta.dtype in (torch.float16, torch.bfloat16):  # LAPACK knows no half precision
+    if theta.dtype in (torch.float16, torch.bfloat16):  # LAPACK does not support half precision
         fitted = decompose(theta.float(), rank, order, sweeps=sweeps, tol=tol, restarts=restarts, seed=seed)
         return [factor.to(theta.dtype) for factor in fitted]
     shape = theta.shape[theta.ndim - order :]
@@ -81,7 +81,7 @@ def decompose(
 
 
 def balance(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Return factors of the same tensor whose r-th columns all have the same norm (a null column becomes all zero)."""
+    """Return factors of the same tensor whose r-th columns have equal norms; all zero if one of them is zero."""
     norms = torch.stack([torch.linalg.vector_norm(factor, dim=-2, keepdim=True) for factor in factors])
     target = norms.clamp_min(torch.finfo(norms.dtype).tiny).log().mean(0).exp() * (norms > 0).all(0)
     return [
@@ -114,7 +114,7 @@ def _als_sweep(theta: Tensor, factors: Sequence[Tensor], damping: float) -> list
     for n, product in sweep(theta, factors):
         v = hadamard_of_others(grams, n)
         mean = v.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(finfo.tiny)
-        pull = (damping + 8 * finfo.eps) * mean  # a little even undamped: V_n may be singular
+        pull = (damping + 8 * finfo.eps) * mean  # slightly positive even without damping: V_n may be singular
         ridge = v + pull * torch.eye(v.shape[-1], dtype=v.dtype, device=v.device)
         solved, _ = torch.linalg.solve_ex(ridge, product.mT + pull * factors[n].mT)
         factors[n] = solved.mT.contiguous()
@@ -123,7 +123,7 @@ def _als_sweep(theta: Tensor, factors: Sequence[Tensor], damping: float) -> list
 
 
 def _leading_vectors(theta: Tensor, rank: int, order: int, generator: torch.Generator) -> list[Tensor]:
-    """Return the leading left singular vectors of each unfolding, filled up with random columns."""
+    """Return the leading left singular vectors of each unfolding, padded with random columns."""
     factors = []
     for n in range(order):
         matrix = unfold(theta, n, order)

@@ -1,9 +1,9 @@
-"""Tensorised layers: weights stored as CP factors, forward computed in factor space (section IV-B).
+"""Tensorized layers: weights stored as CP factors, forward computed in factor space (section IV-B).
 
-A factor ``A1, A2, ...`` belongs to each dimension of the dense weight, in PyTorch's order: output channels, input
+There is a factor ``A1, A2, ...`` for each dimension of the dense weight, in PyTorch's order: output channels, input
 channels, then the kernel's axes. (The paper writes the kernel first: its A3 and A4 are our A2 and A1.) ``layer.weight``
-composes the dense weight, so code that reads it keeps working. :func:`tensorize` swaps such layers into a copy of any
-model, :func:`densify` swaps them out again; ``state_dict`` names agree with :class:`~tdpfed.cp.plan.FactorPlan`'s.
+composes the dense weight, so code that reads it keeps working. :func:`tensorize` puts such layers into a copy of any
+model, :func:`densify` replaces them by dense ones. ``state_dict`` has the names of :class:`~tdpfed.cp.plan.FactorPlan`.
 """
 
 import copy
@@ -24,7 +24,7 @@ Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 class _CPLayer(nn.Module):
-    """Factors ``A1..AN`` of a dense weight, and a bias; ``template`` is the dense layer it stands for, on ``meta``."""
+    """Factors ``A1..AN`` of a dense weight, and a bias; ``template`` is the dense layer it replaces, on ``meta``."""
 
     bias: nn.Parameter | None
 
@@ -96,7 +96,7 @@ class CPLinear(_CPLayer):
 class _CPConv(_CPLayer):
     """A convolution as the paper's series: 1x1 in, one depthwise convolution per axis, 1x1 out (eqs. 8 to 11).
 
-    A grouped convolution composes its kernel first: its groups share no 1x1 convolution.
+    A grouped convolution composes its kernel first, because its groups cannot share the 1x1 convolutions.
     """
 
     _dense: type[Convolution]
@@ -194,9 +194,9 @@ def tensorize(
     sweeps: int = 100,
     tol: float = 1e-5,
 ) -> Module:
-    """Return a copy of ``model`` whose Linear and Conv layers are tensorised and fitted to its weights by ALS.
+    """Return a copy of ``model`` whose Linear and Conv layers are tensorized and fitted to its weights by ALS.
 
-    Ranks follow :meth:`FactorPlan.of`. ``fit=False`` leaves the new factors at random values, to load a ``state_dict``
+    Ranks follow :meth:`FactorPlan.of`. ``fit=False`` leaves the new factors random, to load a ``state_dict``
     into. Other parameters (embeddings, transposed convolutions, tied weights, subclasses of those layers) stay dense.
     """
     plan = FactorPlan.of(model, compression, ranks=ranks, include=include, exclude=exclude)
@@ -225,7 +225,7 @@ def tensorize(
 
 
 def densify(model: Module) -> Module:
-    """Return a copy of ``model`` with every tensorised layer composed into an ordinary dense one."""
+    """Return a copy of ``model`` with every tensorized layer composed into an ordinary dense one."""
 
     def swap(_: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, CPLinear | _CPConv):
@@ -239,7 +239,7 @@ def densify(model: Module) -> Module:
 
 
 def _empty_like(layer: nn.Linear | Convolution, rank: int) -> CPLinear | _CPConv:
-    """Return a tensorised layer whose values are not set; made on ``meta``, so that no random number is drawn."""
+    """Return a tensorized layer with uninitialized values, created on ``meta`` to draw no random numbers."""
     bias, place = layer.bias is not None, {"device": "meta", "dtype": layer.weight.dtype}
     new: CPLinear | _CPConv
     if isinstance(layer, nn.Linear):
@@ -253,7 +253,7 @@ def _empty_like(layer: nn.Linear | Convolution, rank: int) -> CPLinear | _CPConv
 
 
 def _finish(new: nn.Module, weights: list[Tensor], trainable: bool, old: nn.Module) -> nn.Module:
-    """Carry the bias, what is trainable and the mode over from ``old``."""
+    """Copy the bias, ``requires_grad`` and the training mode from ``old``."""
     for weight in weights:
         weight.requires_grad_(trainable)
     if isinstance(old.bias, Tensor) and isinstance(new.bias, Tensor):
@@ -263,13 +263,13 @@ def _finish(new: nn.Module, weights: list[Tensor], trainable: bool, old: nn.Modu
 
 
 def _replace_layers(model: Module, swap: Callable[[str, nn.Module], nn.Module | None]) -> Module:
-    """Return a copy of ``model`` with each layer for which ``swap`` gives another replaced, shared layers once."""
+    """Return a copy of ``model`` with layers replaced by the result of ``swap``, if any; shared layers stay shared."""
     model = copy.deepcopy(model)
     replaced = {id(layer): new for name, layer in list(model.named_modules()) if (new := swap(name, layer)) is not None}
     if id(model) in replaced:
         return cast(Module, replaced[id(model)])
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children would give a shared layer once
+        for name, child in list(parent._modules.items()):  # named_children would yield a shared layer only once
             if id(child) in replaced:
                 setattr(parent, name, replaced[id(child)])
     return model

@@ -1,8 +1,8 @@
-"""A factor plan says which parameters of a model become CP factors, and at what rank.
+"""A factor plan defines which parameters of a model become CP factors, and at what rank.
 
-It is made from shapes alone. The factors are a second flat vector ``(..., Q)`` with a layout of their own; the plan
-maps between the two: ``compose`` (factors to dense), ``decompose`` (dense to factors) and ``residual_grad``, the
-gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorised local model (section V, appendix A). A parameter that
+It depends only on shapes. The factors are a second flat vector ``(..., Q)`` with their own layout; the plan maps
+between the two: ``compose`` (factors to dense), ``decompose`` (dense to factors) and ``residual_grad``, the
+gradient of ``1/2 ||theta - [[A]]||^2`` that trains the tensorized local model (section V, appendix A). A parameter that
 stays dense is its own only factor, and follows the same rules.
 """
 
@@ -22,7 +22,7 @@ from tdpfed.errors import TDPFedError
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What the plan does to one parameter: value counts before and after, and their ratio."""
+    """A parameter under the plan: its rank, and its number of values before and after."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class FactorPlan:
-    """The parameters of a model, and for each the CP rank it is factorised with (None: stays dense)."""
+    """The parameters of a model and the CP rank of each (None: stays dense)."""
 
     dense: Layout
     ranks: tuple[int | None, ...]
@@ -56,8 +56,8 @@ class FactorPlan:
         """Plan for a module or a dict of shapes.
 
         Every parameter of two or more dimensions that matches ``include`` and not ``exclude`` gets the rank of
-        :func:`rank_for`, unless it would not shrink. ``ranks`` maps patterns to explicit ranks, which are kept as they
-        are. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
+        :func:`rank_for`, unless this would not reduce its size. ``ranks`` maps patterns to explicit ranks, which are
+        used unchanged. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
         """
         layout = Layout.of(source)
         include, exclude = ((given,) if isinstance(given, str) else given for given in (include, exclude))
@@ -107,11 +107,11 @@ class FactorPlan:
 
     @property
     def compression_rate(self) -> float:
-        """Values of the model over values of its factors, all parameters counted."""
+        """Number of values of the model divided by that of its factors, over all parameters."""
         return self.dense.size / self.factors.size
 
     def rows(self) -> list[PlanRow]:
-        """Return what happens to each parameter (the paper's Table I, biases included)."""
+        """Return a row for each parameter (the paper's Table I, including biases)."""
         return [
             PlanRow(name, shape, rank, math.prod(shape), math.prod(shape) if rank is None else rank * sum(shape))
             for name, shape, rank in self._parameters
@@ -135,7 +135,7 @@ class FactorPlan:
         factors: list[Tensor] = []
         for tensor, (group, rank) in zip(self.dense.split(theta), self.groups(a), strict=True):
             if rank is None:
-                # What a damped sweep does to a tensor that is its own only factor.
+                # The result of damped sweeps on a tensor that is its own only factor.
                 factors.append(torch.lerp(tensor, group[0], (damping / (1 + damping)) ** sweeps))
             else:
                 factors += cp.als(tensor, group, sweeps=sweeps, tol=tol, damping=damping)
@@ -149,7 +149,7 @@ class FactorPlan:
         return self.factors.join(parts)
 
     def init(self, theta: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw factors whose composed entries vary as ``theta`` ``(P,)`` does; dense parameters are taken from it."""
+        """Draw factors whose composed entries have the variance of ``theta`` ``(P,)``; dense parameters are copied."""
         factors: list[Tensor] = []
         for tensor, (_, shape, rank) in zip(self.dense.split(theta), self._parameters, strict=True):
             variance = tensor.double().square().mean().item()
@@ -175,6 +175,6 @@ def rank_for(shape: Sequence[int], compression: float) -> int:
 
 
 def factor_name(parameter: str, mode: int) -> str:
-    """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorised layer."""
+    """Name the factor of a parameter's mode (from 1): ``fc1.weight`` gives ``fc1.A1``, as in a tensorized layer."""
     owner = re.sub(r"(^|\.)weight$", "", parameter)
     return f"{owner}.A{mode}" if owner else f"A{mode}"

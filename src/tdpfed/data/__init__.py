@@ -1,4 +1,4 @@
-"""Data: data sets by name, partitions into clients, and the federation that the engine trains on."""
+"""Data sets by name, partitions into clients, and the federation that the engine trains on."""
 
 from tdpfed.data.build import make_federation
 from tdpfed.data.datasets import Dataset, Listing, available, load

@@ -1,4 +1,4 @@
-"""From plain options to a federation: load, deal, bound, split, normalise."""
+"""Build a federation from plain options: load, partition, limit sizes, split, normalize."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from tdpfed.data import partition as deal
+from tdpfed.data import partition as partitions
 from tdpfed.data.datasets import Dataset, load
 from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
@@ -37,14 +37,14 @@ def make_federation(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Federation:
-    """Load a data set and deal it to clients.
+    """Load a data set and distribute its samples to clients.
 
-    ``partition`` defaults to natural where the data have natural clients and to classes elsewhere; ``clients`` to 20,
-    or all natural ones. ``per_client`` is for classes and classes-in-turn, ``alpha`` for dirichlet, ``size_skew`` for
-    iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out ``test_fraction`` of each
-    client's samples, "official" those of the data set's own test part; the latter is the default for a file of your
-    own that has a ``test_mask``. ``augment`` changes training images as they are drawn. ``options`` go to the data
-    set's loader.
+    ``partition`` defaults to natural if the data have natural clients and to classes otherwise; ``clients`` defaults to
+    20, or to all natural clients. ``per_client`` applies to classes and classes-in-turn, ``alpha`` to dirichlet,
+    ``size_skew`` to iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out
+    ``test_fraction`` of each client's samples, "official" the samples of the data set's own test part; the latter is
+    the default for your own file with a ``test_mask``. ``augment`` changes training images when they are drawn.
+    ``options`` are passed to the data set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
@@ -62,21 +62,23 @@ def make_federation(
     if kind == "natural":
         parts = _natural(data, clients, seed)
     else:
-        parts = _dealt(data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed)
-    parts = deal.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
+        parts = _assigned(
+            data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed
+        )
+    parts = partitions.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
     own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
     if (split or ("official" if own_mask else "client")) == "client":
-        pairs = deal.split(parts, test_fraction, seed)
+        pairs = partitions.split(parts, test_fraction, seed)
     elif data.official_test is None:
         raise TDPFedError(
             f"'official' for {data.name!r}, which has no official test part; allowed: client", field="split"
         )
     else:
-        pairs = deal.split_official(parts, data.official_test)
+        pairs = partitions.split_official(parts, data.official_test)
     return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
 
 
-def _dealt(
+def _assigned(
     data: Dataset,
     kind: str,
     clients: int,
@@ -88,27 +90,27 @@ def _dealt(
 ) -> list[Indices]:
     skew = {} if size_skew is None else {"size_skew": size_skew}
     if kind == "iid":
-        return deal.iid(data.y, clients, seed, min_samples=min_samples, **skew)
+        return partitions.iid(data.y, clients, seed, min_samples=min_samples, **skew)
     if kind == "dirichlet":
-        return deal.dirichlet(data.y, clients, alpha, seed, min_samples)
+        return partitions.dirichlet(data.y, clients, alpha, seed, min_samples)
     in_turn = kind == "classes-in-turn"
-    return deal.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
+    return partitions.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 
 
 def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
-    """The data's own clients: all of them, or as many as asked, drawn by the seed."""
+    """Return the data's natural clients: all of them, or the given number, drawn with the seed."""
     if data.owner is None:
         raise TDPFedError(
             f"'natural' for {data.name!r}, which has no natural clients; allowed: "
             f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}",
             field="partition",
         )
-    parts = deal.natural(data.owner)
+    parts = partitions.natural(data.owner)
     if clients is None:
         return parts
     if not 1 <= clients <= len(parts):
         raise TDPFedError(
             f"{clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}", field="clients"
         )
-    chosen = deal.generator(seed).choice(len(parts), clients, replace=False)
+    chosen = partitions.generator(seed).choice(len(parts), clients, replace=False)
     return [parts[k] for k in sorted(chosen)]

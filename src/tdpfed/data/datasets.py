@@ -1,8 +1,8 @@
-"""Data sets by name: samples, labels and, where the data have them, the official test part and natural clients.
+"""Data sets by name: samples, labels and, if available, the official test part and natural clients.
 
-``load("mnist")`` pools training and test images and marks the test part; who holds which sample is decided later, in
-``partition``. Names: digits (embedded), mnist, fashion-mnist, cifar10, cifar100, qmnist-writers, synthetic; or the
-path of an own ``.npz`` or ``.parquet`` file.
+``load("mnist")`` pools training and test images and marks the test part; ``partition`` assigns samples to clients
+later. Names: digits (included), mnist, fashion-mnist, cifar10, cifar100, qmnist-writers, synthetic; or the path of
+your own ``.npz`` or ``.parquet`` file.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from tdpfed.errors import TDPFedError, unknown
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples ``x`` (N, ...) as uint8 or float32, labels ``y`` (N,), and what is known of each sample."""
+    """Samples ``x`` (N, ...) as uint8 or float32, labels ``y`` (N,), and optional marks of test samples and owners."""
 
     name: str
     x: NDArray[Any]
@@ -48,7 +48,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Listing:
-    """One line of ``available``: how large a data set is, and where it lies (None: not on this machine)."""
+    """An entry of ``available``: the size of a data set, and its folder (None: not on this machine)."""
 
     samples: int | None
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class Listing:
 
 
 def load(name: str, root: Path | None = None, *, download: bool = True, **options: Any) -> Dataset:
-    """Return the data set ``name``, or the one in the file ``name`` if that ends in .npz or .parquet.
+    """Return the data set ``name``, or the one in the file ``name`` if it ends in .npz or .parquet.
 
-    Files are looked for under ``root``, ``$TDPFED_DATA`` and the user's cache, as ROOT/NAME/FILE or ROOT/FILE; what
-    is missing is downloaded unless ``download`` is False. Options: those of ``synthetic`` for synthetic;
+    Files are searched for under ``root``, ``$TDPFED_DATA`` and the user's cache, as ROOT/NAME/FILE or ROOT/FILE;
+    missing files are downloaded unless ``download`` is False. Options: those of ``synthetic`` for synthetic;
     ``writers`` ("train": the 539 of MNIST's training images, "all": 836) for qmnist-writers; ``classes`` for a file.
     """
     own_file = Path(name).suffix in _READERS
@@ -77,26 +77,26 @@ def load(name: str, root: Path | None = None, *, download: bool = True, **option
 
 
 def available(root: Path | None = None) -> dict[str, Listing]:
-    """Return the data sets there are by name, each with its size and where it was found."""
+    """Return all data sets by name, each with its size and folder."""
     where = sources.places(root)
 
-    def lies(name: str) -> Path | None:
+    def folder_of(name: str) -> Path | None:
         found = [sources.locate(source, where) for source in sources.SOURCES[name]]
         return found[0][0].parent if found[0] and all(found) else None
 
     return {
         "digits": Listing(1_797, (1, 8, 8), 10, None, embedded=True),
-        "mnist": Listing(70_000, (1, 28, 28), 10, lies("mnist")),
-        "fashion-mnist": Listing(70_000, (1, 28, 28), 10, lies("fashion-mnist")),
-        "cifar10": Listing(60_000, (3, 32, 32), 10, lies("cifar10")),
-        "cifar100": Listing(60_000, (3, 32, 32), 100, lies("cifar100")),
-        "qmnist-writers": Listing(60_000, (1, 28, 28), 10, lies("qmnist-writers")),
+        "mnist": Listing(70_000, (1, 28, 28), 10, folder_of("mnist")),
+        "fashion-mnist": Listing(70_000, (1, 28, 28), 10, folder_of("fashion-mnist")),
+        "cifar10": Listing(60_000, (3, 32, 32), 10, folder_of("cifar10")),
+        "cifar100": Listing(60_000, (3, 32, 32), 100, folder_of("cifar100")),
+        "qmnist-writers": Listing(60_000, (1, 28, 28), 10, folder_of("qmnist-writers")),
         "synthetic": Listing(None, (60,), 10, None, embedded=True),
     }
 
 
 def _digits(root: Path | None, download: bool) -> Dataset:  # noqa: ARG001
-    """scikit-learn's 8x8 digits; their grey values 0..16 become 0..1."""
+    """scikit-learn's 8x8 digits; their gray values 0..16 become 0..1."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -108,7 +108,7 @@ def _synthetic(root: Path | None, download: bool, **options: Any) -> Dataset:  #
     return Dataset("synthetic", x, y, options.get("classes", 10), owner=owner)
 
 
-# MNIST and Fashion-MNIST use the same file names; the digest of their training labels tells them apart.
+# MNIST and Fashion-MNIST use the same file names; the digest of the training labels distinguishes them.
 _TRAIN_LABELS = {
     "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13": "mnist",
     "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7": "fashion-mnist",
@@ -163,10 +163,10 @@ def _pooled(
 
 
 def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -> Dataset:
-    """MNIST's images, each owned by the NIST writer that QMNIST found for it.
+    """MNIST's images, each owned by its NIST writer according to QMNIST.
 
-    No writer of the training images wrote test images, and the 297 of the test images appear with few images each:
-    hence the training writers alone by default, and no official test part.
+    The writers of training and test images are disjoint, and the 297 writers of the test images have few images each:
+    so the default is the training writers only, and there is no official test part.
     """
     if writers not in ("train", "all"):
         raise unknown("writers", writers, ("train", "all"))
@@ -176,7 +176,7 @@ def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -
     pooled = []
     for images, labels, extended in zip(files[::3], files[1::3], files[2::3], strict=True):
         x, y = _idx_pair("mnist", images, labels)
-        # QMNIST's test part goes on beyond the 10,000 images that MNIST kept.
+        # QMNIST's test part has more than the 10,000 images that MNIST kept.
         rows = formats.read_idx(extended, 0x0C, 8)[: len(y)]
         if not np.array_equal(rows[:, 0], y):
             raise TDPFedError(

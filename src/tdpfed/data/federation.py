@@ -1,7 +1,7 @@
-"""All samples of all clients as one tensor on the device; a client is a range of it.
+"""All samples of all clients as one tensor on the device; a client is a range of its rows.
 
-There is no loader between the data and a step: a batch is ``x[train_start[k] + draw]``. Normalisation statistics come
-from all clients' training samples and from nothing else.
+There is no loader between the data and a step: a batch is ``x[train_start[k] + draw]``. Normalization statistics are
+computed from the training samples of all clients only.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ NORMALIZE, AUGMENT = get_args(Normalize), get_args(Augment)
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The data of K clients: first all training samples, client by client, then all test samples likewise."""
+    """The data of K clients: first all training samples, client by client, then all test samples in the same order."""
 
     name: str
     x: Tensor  # (N, *input_shape), floating
@@ -36,7 +36,7 @@ class Federation:
     test_start: Tensor  # (K,) int64
     test_size: Tensor  # (K,) int64, may be 0
     classes: int
-    augment: str = "none"  # how training images are changed as they are drawn
+    augment: str = "none"  # how training images are changed when they are drawn
 
     def __repr__(self) -> str:
         train, test = int(self.train_size.sum()), int(self.test_size.sum())
@@ -67,7 +67,7 @@ class Federation:
         return replace(self, x=self.x.to(device, dtype), **moved)
 
     def with_augment(self, kind: str) -> Self:
-        """Return the federation whose training images are mirrored ("flip") and moved ("flip-shift") at random."""
+        """Return the federation with training images randomly mirrored ("flip") and shifted ("flip-shift")."""
         if kind not in AUGMENT:
             raise unknown("augment", kind, AUGMENT)
         if kind != "none" and len(self.input_shape) != 3:
@@ -78,7 +78,7 @@ class Federation:
         return replace(self, augment=kind)
 
     def only(self, clients: Tensor) -> Self:
-        """Return the federation with the samples of some clients; of the others only how many they have is known."""
+        """Return the federation with the samples of some clients only; sizes of the others are kept."""
         clients = clients.to(self.device)
         index, starts, begin = [], dict[str, Any](), 0
         for kind in ("train", "test"):
@@ -103,7 +103,7 @@ class Federation:
     def from_parts(
         cls, dataset: Dataset, parts: Parts, *, normalize: str = "standard", dtype: torch.dtype = torch.float32
     ) -> Self:
-        """Gather a data set into a federation; ``parts`` holds (training, test) indices for each client."""
+        """Make a federation from a data set; ``parts`` contains (training, test) indices for each client."""
         x, y = _tensor(dataset.x), _tensor(dataset.y)
         return cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype)
 
@@ -122,7 +122,7 @@ class Federation:
         name: str = "custom",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Make a federation of own data: samples ``x`` (N, ...), labels ``y`` (N,), the client of each sample (N,).
+        """Make a federation from your own data: samples ``x`` (N, ...), labels ``y`` (N,) and client ids (N,).
 
         Ids may be numbers or strings; client k is the k-th smallest. Test samples are those of ``test_mask``, or a
         random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per channel of an
@@ -193,7 +193,7 @@ def _tensor(values: Tensor | NDArray[Any]) -> Tensor:
 
 
 def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: torch.dtype) -> Tensor:
-    """Return ``x[index]`` as ``dtype``; its first ``trained`` samples are the training ones."""
+    """Return ``x[index]`` as ``dtype``; its first ``trained`` samples are the training samples."""
     if normalize not in NORMALIZE:
         raise unknown("normalize", normalize, NORMALIZE)
     work = torch.promote_types(dtype, torch.float32)

@@ -1,6 +1,6 @@
-"""File formats read without executing anything from them: IDX, CIFAR binary, ``.npz`` and Parquet.
+"""Readers of file formats that never execute code from a file: IDX, CIFAR binary, ``.npz`` and Parquet.
 
-Each reader checks what it reads and, when it is not what it should be, names the file and what was expected.
+Each reader validates the file and raises an error that names the file and what was expected.
 """
 
 import gzip
@@ -51,7 +51,7 @@ def read_idx(path: Path, code: int, *tail: int | None) -> Array:
 
 
 def check_labels(path: Path | str, labels: Array, classes: int) -> NDArray[np.int64]:
-    """Return the labels as int64, or refuse those outside 0..classes-1."""
+    """Return the labels as int64; reject labels outside 0..classes-1."""
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
         found = f"labels from {labels.min()} to {labels.max()}"
         raise _broken(path, found, f"labels from 0 to {classes - 1}")
@@ -59,12 +59,12 @@ def check_labels(path: Path | str, labels: Array, classes: int) -> NDArray[np.in
 
 
 def count_classes(labels: Array) -> int:
-    """Return one more than the largest label; refuse labels that are no class numbers but codes or measurements."""
+    """Return one more than the largest label; reject labels that cannot be class numbers."""
     count = int(labels.max()) + 1
     if count > max(2, labels.size):
         raise TDPFedError(
             f"labels up to {count - 1} for {labels.size} samples; allowed: 0 to one less than the number of classes "
-            "(name that number if there really are so many)",
+            "(set the option classes if there really are that many)",
             field="y",
         )
     return count
@@ -73,9 +73,9 @@ def count_classes(labels: Array) -> int:
 def read_cifar(
     paths: list[Path], members: tuple[str, ...], records: tuple[int, ...], label_bytes: int, classes: int
 ) -> tuple[list[Array], list[NDArray[np.int64]]]:
-    """Read the members of a CIFAR binary version, unpacked or in their archive: images (n, 3, 32, 32) and labels.
+    """Read the files of a CIFAR binary version, unpacked or in their archive: images (n, 3, 32, 32) and labels.
 
-    ``records`` says how many images each member holds: the format itself does not, so only this shows a cut file.
+    ``records`` is the number of images of each file: the format does not store it, and it reveals truncated files.
     """
     packed = _read_tar(paths[0], members) if paths[0].name.endswith(".tar.gz") else [_read(path) for path in paths]
     images, labels = [], []
@@ -105,10 +105,10 @@ def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Read ``x`` and ``y``, and ``client_ids`` and ``test_mask`` where given, from an ``.npz`` file."""
+    """Read ``x`` and ``y``, and optionally ``client_ids`` and ``test_mask``, from an ``.npz`` file."""
     allowed = ("x", "y", "client_ids", "test_mask")
     if not zipfile.is_zipfile(path):
-        raise _broken(path, "damaged, or no .npz file", "a complete .npz file, as numpy.savez writes it")
+        raise _broken(path, "damaged, or not an .npz file", "a complete .npz file, as numpy.savez writes it")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -146,7 +146,7 @@ def read_parquet(path: Path) -> dict[str, Array]:
         if values.dtype.kind not in "biuf":
             raise _broken(path, f"column {name!r} of type {values.dtype}", "numeric feature columns")
     if not columns:
-        raise _broken(path, "no feature columns", "at least one numeric column beside label and client")
+        raise _broken(path, "no feature columns", "at least one numeric column besides label and client")
     return {"x": np.stack([values.astype(np.float32) for values in columns.values()], axis=1), **roles}
 
 

@@ -1,8 +1,8 @@
-"""Who holds which samples: pure functions of a seed from labels to one index array per client.
+"""Partitions of samples into clients: pure functions of labels and a seed that return one index array per client.
 
-``iid``, ``classes`` (at random or in turn), ``dirichlet`` and ``natural`` deal the samples out, each at most once;
-``bounded`` holds every client between a least and a largest number; ``split`` and ``split_official`` part training from
-test samples.
+``iid``, ``classes`` (at random or in turn), ``dirichlet`` and ``natural`` assign each sample to at most one client;
+``bounded`` enforces a minimum and a maximum number of samples per client; ``split`` and ``split_official`` separate
+training from test samples.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from tdpfed.errors import TDPFedError
 Indices = NDArray[np.int64]
 Parts = list[tuple[Indices, Indices]]
 
-_CAP, _SPLIT = 1, 2  # streams apart from the one that deals
+_CAP, _SPLIT = 1, 2  # streams separate from the one that assigns samples
 _REDRAWS = 100
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
-    """Return the generator of a seed; different streams of one seed are independent."""
+    """Return the random generator of a seed; different streams of one seed are independent."""
     if seed < 0:
         raise TDPFedError(f"{seed!r}; allowed: 0 or more", field="seed")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)))
@@ -30,11 +30,11 @@ def generator(seed: int, *stream: int) -> np.random.Generator:
 def iid(
     labels: NDArray[Any], clients: int, seed: int, size_skew: float = 0.0, *, min_samples: int = 1
 ) -> list[Indices]:
-    """Deal all samples at random; sizes are log-normal with sigma ``size_skew`` (0: equal)."""
+    """Assign all samples at random; sizes are log-normal with sigma ``size_skew`` (0: equal)."""
     _check(labels, clients, size_skew, min_samples)
     rng = generator(seed)
     sizes = _apportion(len(labels), _shares(rng, clients, size_skew), min_samples)
-    return _deal(rng.permutation(len(labels)), sizes)
+    return _assigned(rng.permutation(len(labels)), sizes)
 
 
 def classes(
@@ -47,23 +47,23 @@ def classes(
     in_turn: bool = False,
     min_samples: int = 1,
 ) -> list[Indices]:
-    """Give each client ``per_client`` classes, every class to somebody, and deal all samples.
+    """Give each client ``per_client`` classes, and assign all samples of all classes.
 
-    Classes go out as evenly as they can and otherwise at random, or ``in_turn``: client k has the k-th and those after
-    it, the first after the last. The clients of a class share its samples unequally, log-normal with sigma
+    Classes are distributed as evenly as possible and otherwise at random, or ``in_turn``: client k has the k-th class
+    and those that follow, cyclically. The clients of a class share its samples in log-normal proportions with sigma
     ``size_skew``.
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
     if per_client not in range(1, len(names) + 1):
         raise TDPFedError(
-            f"{per_client!r}; allowed: 1 to {len(names)}, the classes there are", field="classes per client"
+            f"{per_client!r}; allowed: 1 to {len(names)}, the number of classes", field="classes per client"
         )
     need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
     if clients < need:
         raise TDPFedError(
             f"{clients!r} with {per_client} classes each{' in turn' if in_turn else ''} leave some of "
-            f"{len(names)} classes to nobody; allowed: {need} clients or more",
+            f"{len(names)} classes without a client; allowed: {need} clients or more",
             field="clients",
         )
     rng = generator(seed)
@@ -79,23 +79,23 @@ def classes(
         if len(members) < least * len(group):
             raise TDPFedError(
                 f"{clients!r} put {len(group)} clients on class {name}, which has {len(members)} samples; "
-                f"allowed: so many that each gets {least}",
+                f"allowed: a number that gives each at least {least}",
                 field="clients",
             )
         sizes = _apportion(len(members), _shares(rng, len(group), size_skew), least)
-        for k, part in zip(group, _deal(rng.permutation(members), sizes), strict=True):
+        for k, part in zip(group, _assigned(rng.permutation(members), sizes), strict=True):
             held[k].append(part)
     return [np.sort(np.concatenate(parts)) for parts in held]
 
 
 def _rarest_first(rng: np.random.Generator, holders: list[list[int]]) -> Indices:
-    """Return the classes, those with the fewest clients first and otherwise at random."""
+    """Return the classes ordered by their number of clients, ties at random."""
     order = rng.permutation(len(holders))
     return order[np.argsort([len(holders[c]) for c in order], kind="stable")]
 
 
 def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1) -> list[Indices]:
-    """Deal each class in proportions drawn from Dirichlet(alpha): small alpha, few classes per client.
+    """Divide each class in proportions drawn from Dirichlet(alpha); a small alpha gives few classes per client.
 
     Redraws, up to a hundred times, until every client has ``min_samples``.
     """
@@ -116,18 +116,18 @@ def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_s
             f"{poorest} got {counts.sum(0)[poorest]}; allowed: a smaller min_samples, fewer clients or a larger alpha",
             field="min_samples",
         )
-    dealt = [_deal(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
-    return [np.sort(np.concatenate(parts)) for parts in zip(*dealt, strict=True)]
+    by_class = [_assigned(rng.permutation(m), c) for m, c in zip(members, counts, strict=True)]
+    return [np.sort(np.concatenate(parts)) for parts in zip(*by_class, strict=True)]
 
 
 def natural(owner: NDArray[Any]) -> list[Indices]:
-    """Give every sample to the client that owns it, clients in the order of their ids."""
+    """Assign every sample to the client that owns it; clients are in the order of their ids."""
     client = numbered(owner)
-    return _deal(np.argsort(client, kind="stable"), np.bincount(client))
+    return _assigned(np.argsort(client, kind="stable"), np.bincount(client))
 
 
 def numbered(ids: NDArray[Any]) -> Indices:
-    """Return the ids, whole numbers or strings, as 0 to K - 1 in their order."""
+    """Map the ids, whole numbers or strings, to 0 to K - 1 in sorted order."""
     if ids.dtype.kind not in "iuUSO":
         raise TDPFedError(f"{ids.dtype}; allowed: whole numbers or strings", field="client ids")
     return np.unique(ids, return_inverse=True)[1].astype(np.int64)
@@ -136,7 +136,7 @@ def numbered(ids: NDArray[Any]) -> Indices:
 def bounded(
     parts: Sequence[Indices], seed: int, *, min_samples: int = 1, max_samples: int | None = None
 ) -> list[Indices]:
-    """Refuse clients of fewer than ``min_samples``; draw ``max_samples`` from those that have more."""
+    """Reject clients with fewer than ``min_samples``; draw ``max_samples`` from those with more."""
     _positive(min_samples)
     if max_samples is not None and max_samples < min_samples:
         raise TDPFedError(f"{max_samples!r}; allowed: {min_samples} (min_samples) or more", field="max_samples")
@@ -154,9 +154,9 @@ def bounded(
 
 
 def split(parts: Sequence[Indices], test_fraction: float = 0.25, seed: int = 0) -> Parts:
-    """Part each client's samples at random into (training, test).
+    """Split each client's samples at random into (training, test).
 
-    A client of two samples or more has both kinds; with ``test_fraction`` 0 nobody has test samples.
+    A client with at least two samples gets both kinds; with ``test_fraction`` 0 no client has test samples.
     """
     if not 0 <= test_fraction < 1:
         raise TDPFedError(f"{test_fraction!r}; allowed: 0 or more, below 1", field="test_fraction")
@@ -169,7 +169,7 @@ def split(parts: Sequence[Indices], test_fraction: float = 0.25, seed: int = 0) 
 
 
 def split_official(parts: Sequence[Indices], official_test: NDArray[np.bool_]) -> Parts:
-    """Part each client's samples as the data set's authors did: test samples are those marked."""
+    """Split each client's samples as the data set's authors did: ``official_test`` marks the test samples."""
     return _trainable([(part[~official_test[part]], part[official_test[part]]) for part in parts])
 
 
@@ -205,12 +205,12 @@ def _shares(rng: np.random.Generator, count: int, sigma: float) -> NDArray[np.fl
 
 
 def _apportion(total: int, shares: NDArray[np.float64], least: int) -> Indices:
-    """Return whole numbers that add up to ``total``, at least ``least`` each and the rest by shares."""
+    """Return whole numbers that sum to ``total``: ``least`` each, and the rest in proportion to shares."""
     heights = np.cumsum(shares)
     ends = np.rint(heights / heights[-1] * (total - least * len(shares))).astype(np.int64)
     sizes: Indices = np.diff(ends, prepend=0) + least
     return sizes
 
 
-def _deal(order: NDArray[Any], sizes: NDArray[Any]) -> list[Indices]:
+def _assigned(order: NDArray[Any], sizes: NDArray[Any]) -> list[Indices]:
     return [np.sort(part).astype(np.int64) for part in np.split(order, np.cumsum(sizes)[:-1])]

@@ -1,8 +1,7 @@
-"""Where the files of the public data sets are: found on disk, or downloaded with a checksum.
+"""The files of public data sets: found on disk, or downloaded and verified by checksum.
 
-A file counts as present when it, or everything it unpacks to, lies in one of the usual folders of a place: the given
-root, then ``$TDPFED_DATA``, then the user's cache. What is found is trusted to be what its name says; what is
-downloaded must match its SHA-256.
+A file counts as present if it, or all files it unpacks to, are in one of the usual folders under the given root,
+``$TDPFED_DATA`` or the user's cache, in this order. Files found on disk are trusted; a download must match its SHA-256.
 """
 
 import os
@@ -16,7 +15,7 @@ from tdpfed.errors import TDPFedError
 
 @dataclass(frozen=True)
 class Source:
-    """One public file: what it unpacks to, the folders it is kept in, where it comes from."""
+    """A public file: its unpacked members, the folders to search, its URL and checksum."""
 
     file: str
     members: tuple[str, ...]
@@ -94,7 +93,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
 
 
 def places(root: Path | None) -> list[Path]:
-    """Return where to look, in order; the first is also where downloads go."""
+    """Return the folders to search, in order; downloads go to the first."""
     import pooch
 
     given = [("data root", root), ("$TDPFED_DATA", os.environ.get("TDPFED_DATA") or None)]
@@ -110,7 +109,7 @@ def places(root: Path | None) -> list[Path]:
 
 
 def locate(source: Source, where: list[Path]) -> list[Path] | None:
-    """Return the paths of all its members, or of the packed file alone, from the first folder that has either."""
+    """Return the paths of all members, or of the packed file, in the first folder that contains either."""
     for folder in (place / name for place in where for name in source.folders):
         for names in (source.members, (source.file,)):
             paths = [folder / name for name in names]
@@ -120,7 +119,7 @@ def locate(source: Source, where: list[Path]) -> list[Path] | None:
 
 
 def obtain(name: str, sources: tuple[Source, ...], root: Path | None, *, download: bool) -> list[list[Path]]:
-    """Return the paths of each source of the data set ``name``, downloading what is missing."""
+    """Return the paths of each source of the data set ``name``; download missing files."""
     where = places(root)
     found = [locate(source, where) for source in sources]
     missing = [source for source, paths in zip(sources, found, strict=True) if paths is None]
@@ -133,7 +132,7 @@ def obtain(name: str, sources: tuple[Source, ...], root: Path | None, *, downloa
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split()) if isinstance(error, ValueError) else _brief(error)
             raise TDPFedError(
-                f"data set {name!r}: no download of {source.url} ({reason}); {_wanted(missing[i:], where[0])}"
+                f"data set {name!r}: cannot download {source.url} ({reason}); {_wanted(missing[i:], where[0])}"
             ) from error
     return [paths or [where[0] / source.folders[0] / source.file] for source, paths in zip(sources, found, strict=True)]
 
@@ -143,7 +142,7 @@ def _wanted(missing: list[Source], place: Path) -> str:
     for source in missing:
         by_folder.setdefault(place / source.folders[0], []).append(source.file)
     put = " and ".join(f"{', '.join(files)} into {folder}" for folder, files in by_folder.items())
-    return f"put {put}, or say with --data-root where they are"
+    return f"put {put}, or give their folder with --data-root"
 
 
 def _brief(error: OSError) -> str:
@@ -151,7 +150,7 @@ def _brief(error: OSError) -> str:
 
 
 def _fetch(source: Source, place: Path) -> None:
-    """Download one file whole or not at all: pooch moves it to its name once its checksum is right."""
+    """Download one file completely or not at all: pooch renames it after verifying its checksum."""
     import pooch
 
     folder, bar = place / source.folders[0], _Bar(source.file)
@@ -172,7 +171,7 @@ def _fetch(source: Source, place: Path) -> None:
 
 
 class _Bar:
-    """The progress bar pooch drives: it sets ``total``, then calls update, reset and close."""
+    """A progress bar for pooch, which sets ``total``, then calls update, reset and close."""
 
     total: int = 0
 

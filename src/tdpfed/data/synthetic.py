@@ -1,8 +1,9 @@
-"""The synthetic(alpha, beta) clients of FedProx and pFedMe: logistic models that differ, on inputs that differ.
+"""The synthetic(alpha, beta) clients of FedProx and pFedMe: different logistic models on different inputs.
 
-``alpha`` is the variance of the mean of a client's weights, ``beta`` of the mean of its inputs. As published, that mean
-is one number for all classes: it moves all logits of a sample alike, so ``alpha`` leaves the labels as they are, and
-clients differ by their own weights and by ``beta``. Every client draws from its own stream, whatever their number.
+``alpha`` is the variance of the mean of a client's weights, ``beta`` of the mean of its inputs. As published, the mean
+of the weights is one number for all classes: it shifts all logits of a sample equally, so ``alpha`` does not affect the
+labels, and clients differ by their own weights and by ``beta``. Every client draws from its own random stream,
+regardless of the number of clients.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""Built-in attackers for simulation: what hostile or broken clients upload in place of what they computed.
+"""Built-in attacks for simulation: uploads of hostile or broken clients, in place of their honest ones.
 
-Every draw is a pure function of seed, round and client, so an attacked run is as repeatable as any other. Most attacks
-change the update, the difference of an upload to the broadcast; the gauge attack changes CP factors in ways that leave
-the tensor they compose to as it was, which no check of that tensor can see.
+Every draw is a pure function of seed, round and client, so an attacked run is reproducible. Most attacks change the
+update, the difference between upload and broadcast. The gauge attack changes CP factors but not the tensor that they
+compose, so no check of that tensor can detect it.
 """
 
 import math
@@ -23,31 +23,31 @@ from tdpfed.data.federation import Federation
 from tdpfed.errors import TDPFedError, unknown
 
 Draw = Callable[..., Tensor]
-"""From counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""
+"""Maps counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""
 
 Kind = Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge"]
 
-STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0}
-"""How strong an attack is where nothing is said: see :func:`attack`."""
+DEFAULT_STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0}
+"""The default strength of each attack, see :func:`attack`."""
 
-HIGHEST = NormalDist().cdf(3)
-"""The quantile ALIE goes to at most: where attackers need no cover they send three deviations."""
+MAX_QUANTILE = NormalDist().cdf(3)
+"""The largest quantile ALIE uses, three standard deviations: attackers in the majority need not hide."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Which share of the clients is hostile, and how."""
+    """Which share of the clients is hostile, and what they do."""
 
     kind: Kind = setting(doc="what hostile clients do in simulation")
     fraction: float = setting(0.2, "share of the clients that is hostile", least=0, most=1)
-    strength: float | None = setting(None, "how strong the attack is; its own by default", above=0)
+    strength: float | None = setting(None, "strength of the attack; a default for each kind", above=0)
 
     def __post_init__(self) -> None:
         check(self)
 
 
 def attackers(seed: int, clients: int, fraction: float) -> Tensor:
-    """Return which clients are hostile for the whole run, bool ``(clients,)``: the nearest number to ``fraction``."""
+    """Return a mask ``(clients,)`` of those that are hostile for the whole run, ``fraction`` of all, rounded."""
     if not 0 <= fraction <= 1:
         raise TDPFedError(f"attack.fraction: {fraction} given, must be at least 0 and at most 1")
     chosen = choose(seed, Stream.ATTACK, 0, clients, round(fraction * clients))
@@ -55,7 +55,7 @@ def attackers(seed: int, clients: int, fraction: float) -> Tensor:
 
 
 def flip_labels(federation: Federation, attackers: Tensor) -> Federation:
-    """Return the federation with the training labels y of the clients in the mask as ``classes - 1 - y``."""
+    """Return the federation with training labels y of the clients in the mask replaced by ``classes - 1 - y``."""
     y = federation.y.clone()
     for k in attackers.nonzero().flatten().tolist():
         train = slice(int(federation.train_start[k]), int(federation.train_start[k] + federation.train_size[k]))
@@ -75,10 +75,10 @@ def attack(
 ) -> State:
     """Return uploads ``(K, n)`` with those of the clients in the mask ``(K,)`` replaced by hostile ones.
 
-    ``broadcast`` holds what the turn's clients were sent under the same names, ``(K, n)`` or ``(n,)``. With u for the
-    update and c for the strength, ``sign-flip`` sends -c u, ``scale`` c u, ``noise`` u and normal noise of c times its
-    root mean square, ``alie`` the honest mean less c deviations (None: :func:`alie_deviations`), ``gauge`` equivalent
-    factors scaled by c and 1/c. ``label-flip`` is done to the data before the run (:func:`flip_labels`), not here.
+    ``broadcast`` holds what the turn's clients received under the same names, ``(K, n)`` or ``(n,)``. With update u and
+    strength c, ``sign-flip`` sends -c u, ``scale`` c u, ``noise`` u plus normal noise of c times its root mean square,
+    ``alie`` the honest mean minus c standard deviations (None: :func:`alie_deviations`), ``gauge`` equivalent factors
+    scaled by c and 1/c. ``label-flip`` changes the data before the run (:func:`flip_labels`), not the uploads.
     """
     if kind not in get_args(Kind):
         raise unknown("attack.kind", kind, get_args(Kind))
@@ -91,8 +91,10 @@ def attack(
     hostile: State = {}
     for number, (name, values) in enumerate(uploads.items()):
         draw = partial(key, turn.seed, Stream.ATTACK, turn.round, turn.clients[rows, None], number)
-        if kind == "gauge":
-            bad = regauged(values[rows], _factorised(plan, values), draw, strength or STRENGTH[kind])
+        if kind == "gauge" and name != "factors" and len(uploads) > 1:
+            bad = values[rows]  # only factors have a gauge
+        elif kind == "gauge":
+            bad = regauged(values[rows], _factorized(plan, values), draw, strength or DEFAULT_STRENGTH[kind])
         else:
             sent = broadcast[name].expand_as(values)
             bad = sent[rows] + _bad_update(kind, values - sent, mask, draw, strength)
@@ -101,20 +103,20 @@ def attack(
 
 
 def alie_deviations(clients: int, attackers: int) -> float:
-    """Return how many deviations from the mean still hide among the honest (Baruch et al., 2019), from 0 to 3.
+    """Return how many deviations from the mean still look honest (Baruch et al., 2019), from 0 to 3.
 
-    As many honest clients as the attackers lack for a majority must on average be farther out than they are.
+    On average, as many honest clients as the attackers lack for a majority must lie farther out.
     """
     missing, honest = clients // 2 + 1 - attackers, clients - attackers
     share = (honest - missing) / honest if honest else 1.0
-    return NormalDist().inv_cdf(min(max(share, 0.5), HIGHEST))
+    return NormalDist().inv_cdf(min(max(share, 0.5), MAX_QUANTILE))
 
 
 def regauged(a: Tensor, plan: FactorPlan, draw: Draw, c: float) -> Tensor:
-    """Return factors that compose to the same tensors as ``a`` ``(K, Q)`` and are far from them.
+    """Return factors that compose the same tensors as ``a`` ``(K, Q)`` but are far from ``a``.
 
-    For each parameter and client: the columns of two factors are scaled by c and 1/c, both with the same random signs,
-    and the columns of all its factors are put in the same random order.
+    For each parameter and client, the columns of two factors are scaled by c and 1/c, with the same random signs, and
+    the columns of all factors are permuted in the same random order.
     """
     entries, moved = iter(plan.factors.split(a)), []
     for number, (shape, rank) in enumerate(zip(plan.dense.shapes, plan.ranks, strict=True)):
@@ -133,28 +135,28 @@ def regauged(a: Tensor, plan: FactorPlan, draw: Draw, c: float) -> Tensor:
 
 
 def _bad_update(kind: Kind, update: Tensor, mask: Tensor, draw: Draw, strength: float | None) -> Tensor:
-    """Return what the clients in the mask send in place of their rows of ``update`` ``(K, n)``."""
-    own, c = update[mask], strength or STRENGTH.get(kind, 0.0)
+    """Return what the clients in the mask send instead of their rows of ``update`` ``(K, n)``."""
+    own, c = update[mask], strength or DEFAULT_STRENGTH.get(kind, 0.0)
     if kind == "sign-flip":
         return -c * own
     if kind == "scale":
         return c * own
     if kind == "noise":
         return own + c * own.square().mean(-1, keepdim=True).sqrt() * _normal(own, draw)
-    known = own if bool(mask.all()) else update[~mask]  # attackers among themselves have only each other
+    known = own if bool(mask.all()) else update[~mask]  # without honest clients, attackers imitate each other
     std, mean = torch.std_mean(known, 0, correction=0)
     z = strength or alie_deviations(len(update), len(own))
     return (mean - z * std).expand_as(own)
 
 
 def _normal(like: Tensor, draw: Draw) -> Tensor:
-    """Return standard normal numbers ``(K, n)``, by Box and Muller."""
+    """Return standard normal numbers ``(K, n)``, by the Box-Muller transform."""
     place = torch.arange(like.shape[-1], device=like.device)
     radius = (-2 * (1 - uniform(draw(place, 0))).log()).sqrt()
     return (radius * (2 * math.pi * uniform(draw(place, 1))).cos()).to(like.dtype)
 
 
-def _factorised(plan: FactorPlan | None, values: Tensor) -> FactorPlan:
+def _factorized(plan: FactorPlan | None, values: Tensor) -> FactorPlan:
     if plan is None or all(rank is None for rank in plan.ranks) or values.shape[-1] != plan.factors.size:
-        raise TDPFedError("attack.kind: 'gauge' given, but the uploads are no CP factors, which it is an attack on")
+        raise TDPFedError("attack.kind: 'gauge' given, must be another: the uploads are no CP factors")
     return plan

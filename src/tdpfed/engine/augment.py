@@ -1,6 +1,6 @@
-"""Training images changed at random as they are drawn: mirrored, and moved by a few pixels.
+"""Random augmentation of training images: flipped, and shifted by a few pixels.
 
-As all draws, a change is a pure function of (seed, round, client, step, place in the minibatch).
+Like all draws, it is a pure function of (seed, round, client, step, position in the minibatch).
 """
 
 import torch
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from tdpfed.core.draws import Stream, key, mix
 
-REACH = 4
-"""Pixels by which an image moves at most, in each direction."""
+MAX_SHIFT_PIXELS = 4
+"""Largest shift of an image, in each direction."""
 
 
 def augmented(
     x: Tensor, kind: str, seed: int | Tensor, round_: int | Tensor, clients: Tensor, step: int | Tensor
 ) -> Tensor:
-    """Return images ``(..., B, C, H, W)`` of ``clients`` ``(...)``, changed as ``kind`` says: none, flip or flip-shift.
+    """Return images ``(..., B, C, H, W)`` of ``clients`` ``(...)``, augmented by ``kind``: none, flip or flip-shift.
 
-    What moves in from outside is 0, the mean of standardised pixels.
+    Pixels shifted in from outside are 0, the mean of standardized pixels.
     """
     if kind == "none":
         return x
@@ -30,9 +30,9 @@ def augmented(
     source_columns = torch.where(mirrored, width - 1 - columns, columns)  # (..., B, W)
     if kind == "flip":
         return x.gather(-1, source_columns[..., None, None, :].expand_as(x))
-    span = 2 * REACH + 1
-    source_rows = rows + (mix(bits ^ 0x2545F491).unsqueeze(-1) % span - REACH)
-    source_columns = source_columns + (mix(bits ^ 0x6A09E667).unsqueeze(-1) % span - REACH)
+    span = 2 * MAX_SHIFT_PIXELS + 1
+    source_rows = rows + (mix(bits ^ 0x2545F491).unsqueeze(-1) % span - MAX_SHIFT_PIXELS)
+    source_columns = source_columns + (mix(bits ^ 0x6A09E667).unsqueeze(-1) % span - MAX_SHIFT_PIXELS)
     inside = _within(source_rows, height)[..., :, None] & _within(source_columns, width)[..., None, :]
     source = source_rows.clamp(0, height - 1)[..., :, None] * width + source_columns.clamp(0, width - 1)[..., None, :]
     moved = x.flatten(-2).gather(-1, source.flatten(-2).unsqueeze(-2).expand_as(x.flatten(-2)))

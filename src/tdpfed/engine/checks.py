@@ -1,4 +1,4 @@
-"""What a simulation refuses, in words: settings and models that do not fit, runs that diverge, rounds with too few."""
+"""Checks of a simulation: types, settings, privacy, whether the model fits the data, and divergence."""
 
 from typing import get_args
 
@@ -20,7 +20,7 @@ from tdpfed.server.round import diverged
 
 
 def check_kinds(model: object, federation: object, algorithm: object, participation: object, loss: object) -> None:
-    """Refuse what is something else altogether."""
+    """Refuse arguments of the wrong type."""
     kinds = {
         "model": (model, nn.Module), "federation": (federation, Federation), "algorithm": (algorithm, Algorithm),
         "participation": (participation, Participation),
@@ -33,7 +33,7 @@ def check_kinds(model: object, federation: object, algorithm: object, participat
 
 
 def _short(given: object) -> str:
-    """Return what was given, or its kind where that would fill the screen."""
+    """Return the value as text, or its type if the text is long."""
     return text if len(text := repr(given)) <= 60 and "\n" not in text else f"a {type(given).__name__}"
 
 
@@ -48,7 +48,7 @@ def check_settings(
     evaluate_clients: int | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Refuse settings outside their range, or that this number of clients cannot meet; all errors together."""
+    """Refuse settings outside their range or impossible with this number of clients; all errors together."""
     errors: list[TDPFedError] = [
         unknown(field, given, allowed)
         for field, given, allowed in (
@@ -100,32 +100,32 @@ def check_settings(
 def check_privacy(
     algorithm: Algorithm, participation: Participation, rule: Rule, attack: Attack | None, clients: int
 ) -> None:
-    """Refuse what the accounting of differential privacy does not cover, with the reasons; all errors together."""
+    """Refuse what the accounting of differential privacy does not cover, and say why; all errors together."""
     errors = []
     few = participation.clients is not None and participation.clients < clients
     for field, value, bad, allowed, why in (
-        ("algorithm.name", algorithm.name, not algorithm.communicates, "one that sends", "nothing is released"),
+        ("algorithm.name", algorithm.name, not algorithm.communicates, "one that uploads", "this one releases nothing"),
         (
             "algorithm.name", algorithm.name, algorithm.shared_seed, "another",
-            "its clients hold the seed of the draws, and so of the noise",
+            "its clients know the seed of the draws, and so of the noise",
         ),
         (
             "algorithm.weights", algorithm.weights, algorithm.weights != "uniform", "'uniform'",
-            "no client may move the average farther than another",
+            "every client must have the same influence on the average",
         ),
         (
             "participation.sampling", participation.sampling, few and participation.sampling != "poisson", "'poisson'",
-            "a fixed number of clients ties one client's part to the others'",
+            "with a fixed number, whether one client takes part depends on the others",
         ),
         (
             "participation.quorum", participation.quorum, participation.quorum > 0, "0",
-            "how many clients came is a secret, and the noise is the same for any number",
+            "the number of participants is a secret, and the noise does not depend on it",
         ),
-        ("robust.name", rule.name, rule.name != "mean", "'mean'", "others have no bound on one client's effect"),
-        ("robust.clip", rule.clip, rule.clip is not None, "unset", "privacy.clip does it"),
+        ("robust.name", rule.name, rule.name != "mean", "'mean'", "the others do not bound one client's influence"),
+        ("robust.clip", rule.clip, rule.clip is not None, "unset", "privacy.clip already clips"),
         (
             "robust.attack", attack and attack.kind, attack is not None and attack.kind == "alie", "another",
-            "its uploads depend on those of the honest",
+            "its uploads depend on those of honest clients",
         ),
     ):  # fmt: skip
         if bad:
@@ -134,7 +134,7 @@ def check_privacy(
 
 
 def check_model(objective: Objective, data: Federation) -> None:
-    """Try the model on two samples, so that what does not fit is told in words and before any work."""
+    """Try the model on two samples, so that a mismatch is reported before any work."""
     theta = objective.initial()
     try:
         outputs = objective.outputs(theta, data.x[:2])
@@ -149,16 +149,16 @@ def check_model(objective: Objective, data: Federation) -> None:
         )
     try:
         torch.func.vmap(objective.value)(theta.expand(2, -1), data.x[:2, None], data.y[:2, None])
-    except Exception as error:  # a draw in forward, or a path that depends on values
+    except Exception as error:  # a random draw in forward, or a branch that depends on values
         raise TDPFedError(
             f"model: cannot be computed for several clients at once ({str(error).splitlines()[0]}); "
-            "its forward must draw nothing at random and branch on no values"
+            "its forward must not draw random numbers or branch on values"
         ) from error
 
 
 def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
-    """Stop a run that diverges, with the round, a client and the learning rates to lower."""
+    """Stop a run that diverges; the error names the round, a client and the learning rates to lower."""
     bad = ~updates.metrics[FINITE].cpu()
     if bool(bad.any()):
-        hint = f", or meet robust.attack {attack.kind!r} with another setting of [robust]" if attack else ""
+        hint = f", or use a [robust] rule that withstands robust.attack {attack.kind!r}" if attack else ""
         raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[bad][0]), hint)

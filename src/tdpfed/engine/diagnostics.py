@@ -1,7 +1,7 @@
 """The quantities of the paper's convergence analysis, measured on a run (Theorem 1, Lemmas 2 and 4).
 
 With ``F_k(A) = min_theta f_k(theta) + lam/2 ||theta - [[A]]||^2`` on a client's whole training data, the envelope
-theorem gives ``grad F_k(A) = lam * residual_grad(A, theta_k)`` at the minimiser theta_k, which gradient descent finds.
+theorem gives ``grad F_k(A) = lam * residual_grad(A, theta_k)`` at the minimizer theta_k, which gradient descent finds.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tdpfed.errors import TDPFedError
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How often to measure, and how hard to solve each client's inner problem."""
+    """How often to measure, and how precisely to solve each client's inner problem."""
 
     every: int = 10
     steps: int = 200
@@ -34,7 +34,7 @@ class Diagnostics:
 
 
 class Enveloped(Protocol):
-    """A method that the analysis is about."""
+    """A method to which the analysis applies."""
 
     lam: float
     eta_p: float
@@ -45,14 +45,14 @@ class Enveloped(Protocol):
         """Which parameters are factorized, and how."""
 
     def broadcast(self, server: State, turn: Turn) -> State:
-        """Return what goes down."""
+        """Return the message to each client."""
 
     def local_rounds(self, message: State, private: State, local: LocalWork) -> Iterator[tuple[Near, Factors]]:
         """Yield theta and the factors after each local round."""
 
 
 def defined_for(algorithm: Algorithm) -> Enveloped:
-    """Return the algorithm if the analysis is about it."""
+    """Return the algorithm if the analysis applies to it; otherwise raise an error."""
     if not algorithm.has_envelope:
         raise TDPFedError(f"diagnostics: the convergence quantities are not defined for {algorithm.name!r}")
     return cast(Enveloped, algorithm)
@@ -61,10 +61,10 @@ def defined_for(algorithm: Algorithm) -> Enveloped:
 def diagnose(
     runner: Runner, server: State, private: State, turn: Turn, weights: Tensor, settings: Diagnostics
 ) -> dict[str, float]:
-    """Return the analysis' quantities at the server's factors, for the turn's clients with their rows and weights.
+    """Return the quantities of the analysis at the server's factors, for the turn's clients, their rows and weights.
 
     ``gradient_norm``: squared norm of the gradient of F in the factors (Theorem 1a). ``distance``: mean squared
-    distance of the personalised models to the global tensorised model (Theorem 1b). ``diversity``: mean squared
+    distance of the personalized models to the global tensorized model (Theorem 1b). ``diversity``: mean squared
     distance of the clients' gradients to the global one (Lemma 2). ``drift``: mean squared distance of the gradients
     along the local rounds to the one at their start (Lemma 4).
     """
@@ -89,9 +89,9 @@ def diagnose(
 
 
 def envelope(runner: Runner, a: Tensor, turn: Turn, settings: Diagnostics) -> tuple[Tensor, Tensor]:
-    """Return each client's minimiser theta_k ``(K, P)`` and ``grad F_k`` ``(K, Q)`` at factors ``(K, Q)``."""
+    """Return each client's minimizer theta_k ``(K, P)`` and ``grad F_k`` ``(K, Q)`` at factors ``(K, Q)``."""
     algorithm, data = defined_for(runner.algorithm), runner.federation
-    gradient = torch.func.grad_and_value(runner.objective.value)  # not recorded: every client's data have another size
+    gradient = torch.func.grad_and_value(runner.objective.value)  # not recorded: every client's data differ in size
     solutions = []
     for row, client in enumerate(turn.clients.tolist()):
         x, y, _, _ = data.client(client)

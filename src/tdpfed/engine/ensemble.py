@@ -1,7 +1,7 @@
 """Runs of one experiment with different seeds, computed together: seeds are a further batch axis.
 
-Each run stays a simulation of its own, with its own data, server and draws. Only the work of the clients is merged: on
-a GPU, which one small run does not fill, several cost little more than one.
+Each run remains a separate simulation, with its own data, server and draws. Only the clients' work is merged: a small
+run does not fill a GPU, so several runs take little more time than one.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from torch import Tensor
 from tdpfed.core.local import Batch
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import FEWEST_TOGETHER, Updates, as_state
+from tdpfed.engine.runners import MIN_CLIENTS, Updates, as_state
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
 
 
 class Ensemble:
-    """Simulations that advance together; they may differ in seed, data and start, but in nothing else."""
+    """Simulations that advance together; they may differ only in seed, data and initial state."""
 
     def __init__(self, simulations: Sequence[Simulation]) -> None:
         if not simulations:
@@ -36,14 +36,14 @@ class Ensemble:
         self._one_objective = all(first.objective.computes_as(other.objective) for other in simulations)
 
     def step(self) -> list[TDPFedError | None]:
-        """Advance every simulation by a round; return what stopped each, None if nothing."""
+        """Advance every simulation by a round; return for each the error that stopped it, or None."""
         turns = [simulation.next_turn()[0] for simulation in self.simulations]
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
         if (
             runner.kind != "batched"
             or not self._one_objective
-            or not FEWEST_TOGETHER <= clients <= (runner.chunk or runner.fitting)
-            or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # each has enough for all threads
+            or not MIN_CLIENTS <= clients <= (runner.chunk or runner.fitting)
+            or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # one run fills all threads
         ):
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
@@ -73,7 +73,7 @@ class Ensemble:
         draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
         seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
         turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
-        local = runner.local(turn, _all(draws))
+        local = runner.local(turn, _concatenated(draws))
         return runner.updated(_joined(messages), _joined(private), local)
 
     @cached_property
@@ -82,7 +82,7 @@ class Ensemble:
 
 
 def error_of(action: Callable[[], None]) -> TDPFedError | None:
-    """Do it, and return what stopped it, None if nothing."""
+    """Call ``action`` and return the error it raises, or None."""
     try:
         action()
     except TDPFedError as error:
@@ -94,7 +94,7 @@ def _joined(states: Sequence[State]) -> State:
     return {name: torch.cat([state[name] for state in states]) for name in states[0]}
 
 
-def _all(draws: Sequence[Callable[[int], Batch]]) -> Callable[[int], Batch]:
+def _concatenated(draws: Sequence[Callable[[int], Batch]]) -> Callable[[int], Batch]:
     def batches(step: int) -> Batch:
         parts: list[tuple[Tensor, Tensor]] = [draw(step) for draw in draws]
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])

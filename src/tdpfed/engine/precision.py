@@ -1,4 +1,4 @@
-"""How exactly a GPU multiplies matrices: in float32, or faster with shortened factors."""
+"""The precision of a GPU's matrix products: float32, or faster with rounded inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ Precision = Literal["float32", "tf32", "bf16"]
 
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """Multiply in float32, or from ``tf32`` on with factors of 10 bits; numbers in memory stay float32.
+    """Multiply in float32, or with ``tf32`` and ``bf16`` with 10-bit mantissas; values in memory stay float32.
 
-    What ``bf16`` shortens beyond that, the model's own layers, its objective sees to.
+    With ``bf16`` the objective also computes the model's layers in bfloat16.
     """
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32

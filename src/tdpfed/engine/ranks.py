@@ -1,8 +1,8 @@
-"""Several processes as one run: each holds a share of the clients, and all come to the same bits as one process would.
+"""One run in several processes: each holds a share of the clients, and the result has the same bits as in one process.
 
-Client k belongs to rank ``k % world``. A round's uploads are gathered on every rank in the order of the clients, and
-what follows (the gate, the average, the ledger) is computed by all alike: no sum depends on how many there are. Between
-ranks travel bytes of tensors and texts, nothing that could be executed.
+Client k belongs to rank ``k % world``. A round's uploads are gathered on every rank in the order of the clients. Every
+rank then computes the gate, the average and the ledger itself, so no sum depends on the number of ranks. Ranks exchange
+only bytes of tensors and text, nothing that is executed.
 """
 
 import json
@@ -25,7 +25,7 @@ from tdpfed.errors import RankError, TDPFedError
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this is; one process alone is rank 0 of 1, and waits for nobody."""
+    """The rank of this process and the number of processes; a single process is rank 0 of 1."""
 
     rank: int = 0
     world: int = 1
@@ -40,17 +40,17 @@ class Ranks:
         return clients if self.world == 1 else clients[clients % self.world == self.rank]
 
     def part(self, rows: State, clients: Tensor) -> State:
-        """Return of rows of all the clients those of this rank's."""
+        """Return, from rows of all the clients, those of this rank's clients."""
         if self.world == 1:
             return rows
         mask = clients % self.world == self.rank
         return {name: value[mask.to(value.device)] for name, value in rows.items()}
 
     def gather(self, rows: State, clients: Tensor) -> State:
-        """Return the rows of all the clients, in their order; ``rows`` are those of this rank's."""
+        """Return the rows of all the clients, in their order; ``rows`` are those of this rank's clients."""
         if self.world == 1 or not rows:
             return dict(rows)
-        rows = dict(sorted(rows.items()))  # a rank may have them in any order: what was in a file has none
+        rows = dict(sorted(rows.items()))  # ranks may hold the entries in different orders: a file does not keep one
         owner = clients.cpu() % self.world
         counts = torch.bincount(owner, minlength=self.world).tolist()
         sizes = [math.prod(value.shape[1:]) * value.itemsize for value in rows.values()]
@@ -59,7 +59,7 @@ class Ranks:
         for value, columns in zip(rows.values(), mine.split(sizes, 1), strict=True):
             columns[: len(value)] = as_bytes(value)
         parts = [torch.empty_like(mine) for _ in range(self.world)]
-        with _together():
+        with _collective():
             dist.all_gather(parts, mine)
         order = torch.cat([(owner == rank).nonzero().flatten() for rank in range(self.world)]).to(device)
         held = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -72,19 +72,19 @@ class Ranks:
         }
 
     def shared(self, part: Updates | None, clients: Tensor) -> Updates:
-        """Return everybody's uploads and metrics; ``part`` are this rank's, None where it has no client.
+        """Return the uploads and metrics of all clients; ``part`` are those of this rank, None if it has no client.
 
-        The private rows stay with the rank that has them.
+        Private rows stay on the rank that holds them.
         """
         if self.world == 1:
-            assert part is not None, "somebody trains"
+            assert part is not None, "at least one client trains"
             return part
         rows: State = {}
         if part is not None:
             rows = {f"upload {name}": value for name, value in part.upload.items()}
             rows |= {f"metrics {name}": value for name, value in part.metrics.items()}
         owner = clients.cpu() % self.world
-        if len(owner.unique()) < self.world:  # somebody has no client, and so does not know what rows look like
+        if len(owner.unique()) < self.world:  # a rank without a client does not know the rows' types and shapes
             kinds = {name: (str(v.dtype).removeprefix("torch."), list(v.shape[1:])) for name, v in rows.items()}
             kinds = json.loads(self.broadcast(json.dumps(kinds).encode(), int(owner[0])))
             device = clients.device
@@ -98,11 +98,11 @@ class Ranks:
         return Updates({} if part is None else part.private, upload, metrics)
 
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
-        """Return the bytes that rank ``source`` gave."""
+        """Return the bytes that rank ``source`` passes as ``data``."""
         if self.world == 1:
             return data
         size = torch.tensor([len(data)])
-        with _together():
+        with _collective():
             dist.broadcast(size, source)
             text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source and data else None
             text = torch.empty(int(size), dtype=torch.uint8) if text is None else text
@@ -111,7 +111,7 @@ class Ranks:
         return text.numpy().tobytes()
 
     def alone(self, what: str) -> None:
-        """Refuse what works in one process only."""
+        """Refuse several processes for what works in only one."""
         if self.world > 1:
             raise TDPFedError(f"torchrun: {self.world} processes given, must be 1 for {what}")
 
@@ -126,7 +126,7 @@ class Ranks:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Do something on every rank and go on together: what stops one stops all, and rank 0 says why."""
+        """Run the block on every rank; an error on one rank stops all of them, and rank 0 reports it."""
         if self.world == 1:
             yield
             return
@@ -136,12 +136,12 @@ class Ranks:
         except TDPFedError as error:
             mine = str(error) or "stopped"
         texts = [self.broadcast(mine.encode(), rank).decode() for rank in range(self.world)]
-        said = [(rank, text) for rank, text in enumerate(texts) if text]
-        if not said:
+        failed = [(rank, text) for rank, text in enumerate(texts) if text]
+        if not failed:
             return
         if not self.leads:
             raise SystemExit(2)
-        rank, text = said[0]
+        rank, text = failed[0]
         raise TDPFedError(text if rank == 0 else f"rank {rank}: {text}")
 
 
@@ -150,7 +150,7 @@ ALONE = Ranks()
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Yield this process's place among those that ``torchrun`` started; without it, or with one, it is alone."""
+    """Yield the ranks of a run that ``torchrun`` started; without it, or with one process, :data:`ALONE`."""
     if not under_torchrun():
         yield ALONE
         return
@@ -159,14 +159,14 @@ def joined() -> Iterator[Ranks]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except (RuntimeError, ValueError, KeyError) as error:
-        raise TDPFedError(f"torchrun: the processes cannot reach each other ({_line(error)})") from None
-    before = signal.signal(signal.SIGTERM, _ended)
+        raise TDPFedError(f"torchrun: the processes cannot reach each other ({_first_line(error)})") from None
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     try:
         yield ranks
     except RankError:
         raise
-    except TDPFedError:  # it has come up everywhere, and one says it
+    except TDPFedError:  # every rank raises it, and rank 0 reports it
         if ranks.leads:
             raise
         raise SystemExit(2) from None
@@ -181,22 +181,22 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def _collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise RankError(
-            f"torchrun: another process of the run is gone ({_line(error)}); what was saved is good: "
-            "go on with --resume, in any number of processes"
+            f"torchrun: another process of the run has ended ({_first_line(error)}); saved checkpoints are intact: "
+            "resume with --resume, in any number of processes"
         ) from None
 
 
-def _ended(number: int, frame: Any) -> None:
+def _on_sigterm(number: int, frame: Any) -> None:
     del number, frame
-    raise RankError("torchrun: this process was told to end; what was saved is good: go on with --resume")
+    raise RankError("torchrun: this process was terminated; saved checkpoints are intact: resume with --resume")
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 

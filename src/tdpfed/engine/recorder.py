@@ -1,4 +1,4 @@
-"""A record of a run after a round: the accuracies of personalized, local and global models, and what was sent."""
+"""Records of a run: after a round, the accuracies of personalized, local and global models, and the bytes sent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from tdpfed.server.records import Ledger, Record
 
 @dataclass(frozen=True)
 class Recorder:
-    """Evaluates the models of one run; hostile clients' accuracy is listed but does not count."""
+    """Evaluates the models of one run; hostile clients are listed but left out of mean accuracies."""
 
     objective: Objective
     algorithm: Algorithm
     federation: Federation
-    honest: Tensor  # (K,) whose accuracy counts
+    honest: Tensor  # (K,) bool, which clients count in means
     evaluated: Tensor  # ids of the clients whose models are evaluated
     ranks: Ranks
 
@@ -81,11 +81,11 @@ class Recorder:
     def _local(self, clients: Tensor, updates: Updates) -> evaluate.Score:
         clients = clients.cpu()
         private, upload = updates.private, self.ranks.part(updates.upload, clients)
-        local = self._score(clients, lambda some: self.algorithm.local_model(_cut(private, some), _cut(upload, some)))
+        local = self._score(clients, lambda some: self.algorithm.local_model(_rows(private, some), _rows(upload, some)))
         return local.of(self.honest[clients])
 
     def _score(self, clients: Tensor, parameters: Callable[[slice], Tensor]) -> evaluate.Score:
-        """Score clients, each where it is held; ``parameters`` gives those of a range of this process's own."""
+        """Evaluate clients, each on the rank that holds it; ``parameters`` returns those of a range of this rank's."""
         own = self.ranks.own(clients).to(self.federation.device)
         part = evaluate.score(self.objective, parameters, self.federation, own, self._samples_at_once)
         return evaluate.Score(**self.ranks.gather(vars(part), clients))
@@ -95,5 +95,5 @@ class Recorder:
         return evaluate.samples_at_once(self.objective, self.federation)
 
 
-def _cut(state: State, rows: slice) -> State:
+def _rows(state: State, rows: slice) -> State:
     return {name: value[rows] for name, value in state.items()}

@@ -1,8 +1,8 @@
 """Two ways to run the clients of a round: one after another (the reference), or all at once as one computation.
 
-Both execute the same functions of the method on the same minibatches, and agree up to rounding: the loop with plain
-local work, the batched runner with the fast one. The batched runner takes clients in chunks, on a CPU several at a
-time; a client's bits do not depend on its chunk, so any chunking gives the same result on a CPU.
+Both execute the same functions of the method on the same minibatches and agree up to rounding: the loop uses plain
+local work, the batched runner the fast one. The batched runner computes clients in chunks, on a CPU several chunks at a
+time. On a CPU a client's result does not depend on its chunk, so any chunking gives the same bits.
 """
 
 import math
@@ -33,20 +33,20 @@ from tdpfed.wire.codecs import finite
 
 RunnerName = Literal["batched", "loop"]
 
-CPU_BYTES = 2 << 30
-"""How much the intermediates of one chunk may take on a CPU by estimate; on a GPU it is half of what is free."""
+CPU_CHUNK_BYTES = 2 << 30
+"""Estimated memory the intermediates of one chunk may take on a CPU; on a GPU it is half of the free memory."""
 
 VECTORS_PER_CLIENT = 16
-"""Parameter-sized vectors alive per client in the widest step (parameters, gradients, anchors, optimiser state)."""
+"""Parameter-sized vectors alive per client in the largest step (parameters, gradients, anchors, optimizer state)."""
 
-DRAWN_TOGETHER = 1 << 22
-"""Samples of a round up to which they are drawn at once on a CPU: chunks that draw their own wait for each other."""
+SAMPLES_DRAWN_TOGETHER = 1 << 22
+"""Up to this many samples a CPU draws a whole round's at once: chunks that draw their own wait for each other."""
 
 FINITE = "finite"
-"""The metric, beside an algorithm's own, that says whether all that a client gave is finite."""
+"""The metric, added to the algorithm's own, that says whether all results of a client are finite."""
 
-FEWEST_TOGETHER = 3
-"""Fewer clients than this take other kernels, whose last bits differ: such a chunk is filled up with copies."""
+MIN_CLIENTS = 3
+"""Fewer clients than this use other kernels, whose last bits differ: smaller chunks are padded with copies."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +73,22 @@ class Runner:
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
 
-        Of a round that several processes share, ``participants`` is how many there are in all.
+        If several processes share a round, ``participants`` is the number of its clients over all processes.
         """
         count = len(turn.clients)
         with arithmetic(self.precision):
             if self.kind == "loop":
-                return _joined([self._one(server, private, turn, row) for row in range(count)])
+                return _joined([self._run_one(server, private, turn, row) for row in range(count)])
             on_cpu = turn.clients.device.type == "cpu"
-            few = count * self.algorithm.draws * self.algorithm.batch_size <= DRAWN_TOGETHER
-            index = self._drawn(turn) if on_cpu and few else None
-            tasks = [partial(self._together, server, private, turn, rows, index) for rows in self._chunks(count)]
+            draw_once = count * self.algorithm.draws * self.algorithm.batch_size <= SAMPLES_DRAWN_TOGETHER
+            index = self._drawn(turn) if on_cpu and draw_once else None
+            tasks = [partial(self._run_chunk, server, private, turn, rows, index) for rows in self._chunks(count)]
             if not on_cpu:
                 return _joined([task() for task in tasks])
             return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
 
     def spread(self, count: int, task: Callable[[slice], None], participants: int | None = None) -> None:
-        """Call a task with slices that cover ``count`` clients: on a CPU side by side, as :meth:`run` computes them."""
+        """Call a task with slices that cover ``count`` clients; on a CPU in parallel, chunked as in :meth:`run`."""
         if self.kind == "loop" or self.federation.device.type != "cpu":
             task(slice(count))
         else:
@@ -98,51 +98,52 @@ class Runner:
     def batches(self, turn: Turn, index: Tensor | None = None) -> Callable[[int], Batch]:
         """Return the function from step to minibatch, ``(..., B, *input_shape)`` and ``(..., B)``.
 
-        ``index`` says which samples the first ``draws`` minibatches have, if that is known already.
+        ``index`` holds the samples of the first ``draws`` minibatches, if they are already drawn.
         """
-        data, clients, known = self.federation, turn.clients, self.algorithm.draws
+        data, clients, expected = self.federation, turn.clients, self.algorithm.draws
         by_step = (self._drawn(turn) if index is None else index).movedim(-2, 0).contiguous()
         labels = _rows(data.y, by_step)
 
         def batch(step: int) -> Batch:
             self.groups.check()
-            here, targets = (by_step, labels) if step < known else later(step)
+            here, targets = (by_step, labels) if step < expected else beyond_expected(step)
             x = augmented(_rows(data.x, here[step]), data.augment, turn.seed, turn.round, clients, step)
             return x, targets[step]
 
         @cache
-        def more(draws: int) -> tuple[Tensor, Tensor]:
+        def drawn_again(draws: int) -> tuple[Tensor, Tensor]:
             found = self._drawn(turn, draws).movedim(-2, 0).contiguous()
             return found, _rows(data.y, found)
 
-        def later(step: int) -> tuple[Tensor, Tensor]:
-            return more(known * (step // known + 1))
+        def beyond_expected(step: int) -> tuple[Tensor, Tensor]:
+            return drawn_again(expected * (step // expected + 1))
 
         return batch
 
     def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
-        """Return which samples the turn's clients see, ``(..., draws, B)``; as many as the method expects to need."""
+        """Return the samples the turn's clients see, ``(..., draws, B)``; by default as many as the method expects."""
         data, clients = self.federation, turn.clients.reshape(-1)
         draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
         index = batch_indices(turn.seed, turn.round, clients, start, held, draws, size)
         return index.reshape(*turn.clients.shape, draws, size)
 
-    def _one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
-        """Run one client by itself, in ordinary PyTorch."""
+    def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
+        """Run a single client with the plain local work."""
         alone = replace(turn, clients=turn.clients[row])
         local = PlainLocal(alone, self.algorithm.tau, self.batches(alone), self.objective.gradient)
         own = {name: rows[row] for name, rows in private.items()}
         updates = self.updated(self.algorithm.broadcast(server, alone), own, local)
         return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
 
-    def _together(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Updates:
+    def _run_chunk(self, server: State, private: State, turn: Turn, rows: slice, index: Tensor | None) -> Updates:
+        """Run some of the turn's clients as one computation."""
         group = replace(turn, clients=turn.clients[rows])
         kept, drawn = {name: values[rows] for name, values in private.items()}, None if index is None else index[rows]
-        count, missing = len(group.clients), FEWEST_TOGETHER - len(group.clients)
+        count, missing = len(group.clients), MIN_CLIENTS - len(group.clients)
         if missing <= 0:
             return Updates(*self._update(server, kept, group, drawn))
-        filled = torch.arange(FEWEST_TOGETHER, device=group.clients.device).clamp_max(count - 1)
+        filled = torch.arange(MIN_CLIENTS, device=group.clients.device).clamp_max(count - 1)
         group = replace(group, clients=group.clients[filled])
         updates = self._update(server, rows_of(kept, filled), group, None if drawn is None else drawn[filled])
         return Updates(*({name: value[:count] for name, value in part.items()} for part in updates))
@@ -163,7 +164,7 @@ class Runner:
         return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used)
 
     def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
-        """Return what clients give, which must be what the method declares, and whether all of it is finite."""
+        """Return the clients' results, checked against what the method declares, and whether all are finite."""
         return with_finiteness(*self.algorithm.checked(self.algorithm.update(message, private, local)))
 
     @cached_property
@@ -173,7 +174,7 @@ class Runner:
 
     @cached_property
     def used(self) -> set[str]:
-        """Which kinds of local work the method has asked for so far."""
+        """The kinds of local work the method has used so far."""
         return set()
 
     @cached_property
@@ -181,7 +182,7 @@ class Runner:
         return Graphed(lambda server, private, place: self._computed(server, private, Turn(**place)))
 
     def _chunks(self, count: int) -> list[slice]:
-        """Cut ``count`` clients into chunks: on a CPU even ones, at least one for each thread."""
+        """Split ``count`` clients into chunks: on a CPU of even sizes, at least one for each thread."""
         if self.federation.device.type != "cpu":
             size = self.chunk or self.fitting
             return [slice(start, min(start + size, count)) for start in range(0, count, size)]
@@ -190,17 +191,17 @@ class Runner:
         return [slice(n * count // cuts, (n + 1) * count // cuts) for n in range(cuts)]
 
     def lanes(self, count: int) -> tuple[int, int]:
-        """Return how many chunks of ``count`` clients a CPU computes at a time, and with how many threads in each."""
+        """Return how many chunks of ``count`` clients a CPU computes at a time, and with how many threads each."""
         if count * self.objective.layout.size <= ONE_THREAD_PARAMETERS:
             return 1, 1
         threads = self.groups.threads
         if self.used == {"plain steps"} and self._skips_first_layer:
-            return 1, threads  # a local round is few large products and many small operators: groups would wait
-        lanes = max(1, min(threads, self.fitting // FEWEST_TOGETHER, math.ceil(count / FEWEST_TOGETHER)))
+            return 1, threads  # few large products, many small operators: parallel chunks would wait for each other
+        lanes = max(1, min(threads, self.fitting // MIN_CLIENTS, math.ceil(count / MIN_CLIENTS)))
         return lanes, threads // lanes
 
     def around_groups(self, count: int) -> AbstractContextManager[None]:
-        """Return the context of what a round of ``count`` clients does beside computing them."""
+        """Return the context for the work of a round of ``count`` clients outside their own computation."""
         alone = self.kind == "loop" or self.federation.device.type != "cpu" or self.lanes(count)[0] == 1
         if alone or count * self.objective.layout.size > QUIET_PARAMETERS:
             return nullcontext()
@@ -208,39 +209,39 @@ class Runner:
 
     @cached_property
     def _skips_first_layer(self) -> bool:
-        """Whether several steps on one minibatch touch the first layer's weights once."""
+        """Whether several steps on one minibatch read the first layer's weights only once."""
         data, size = self.federation, self.algorithm.batch_size
-        index = torch.arange(FEWEST_TOGETHER * size).reshape(FEWEST_TOGETHER, size) % len(data.x)
-        theta = self.objective.initial().repeat(FEWEST_TOGETHER, 1).to(data.x)
+        index = torch.arange(MIN_CLIENTS * size).reshape(MIN_CLIENTS, size) % len(data.x)
+        theta = self.objective.initial().repeat(MIN_CLIENTS, 1).to(data.x)
         return self.gradient.skips_first_layer(theta, (_rows(data.x, index), _rows(data.y, index)))
 
     @cached_property
     def groups(self) -> Groups:
-        """What computes chunks side by side on a CPU."""
+        """The thread groups that compute chunks in parallel on a CPU."""
         return Groups()
 
     @cached_property
     def fitting(self) -> int:
-        """Return how many clients fit into the memory of a chunk, or of all that a CPU computes at a time."""
+        """How many clients fit in memory at a time: in one chunk on a GPU, in all parallel chunks on a CPU."""
         data = self.federation
         # Forward and backward keep about two values per activation; grouped convolutions copy them once more.
         activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2])
         per_client = data.x.element_size() * (VECTORS_PER_CLIENT * self.objective.layout.size + activations)
-        bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_BYTES
-        return max(FEWEST_TOGETHER, bytes_ // per_client)
+        bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_CHUNK_BYTES
+        return max(MIN_CLIENTS, bytes_ // per_client)
 
 
 def with_finiteness(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
-    """Return what clients gave, and among the metrics whether all of it is finite."""
+    """Return the clients' results, with a metric that says whether all of them are finite."""
     values = (*metrics.values(), *private.values(), *upload.values())
-    distinct = {id(value): value for value in values}.values()  # what is kept may be what is sent
+    distinct = {id(value): value for value in values}.values()  # a tensor may be both kept and sent
     clients = metrics["loss"].shape
     seen = torch.stack([finite(value.reshape(*clients, -1)) for value in distinct]).all(0)
     return private, upload, {**metrics, FINITE: seen}
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[index]``; on a CPU copied row by row, in half the time."""
+    """Return ``values[index]``; on a CPU by ``index_select``, which takes half the time."""
     if values.device.type != "cpu":
         return values[index]
     return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
@@ -250,7 +251,7 @@ def _joined(parts: list[Updates]) -> Updates:
     if len(parts) == 1:
         return parts[0]
 
-    known: dict[tuple[int, ...], Tensor] = {}  # what clients keep and what they send may be one tensor
+    known: dict[tuple[int, ...], Tensor] = {}  # a tensor that is both kept and sent is joined once
 
     def join(parts: list[State]) -> State:
         joined = {}

@@ -22,7 +22,7 @@ from tdpfed.wire import Codec
 
 @dataclass(frozen=True)
 class Result:
-    """What :func:`simulate` returns: the records, and the final state of server and clients."""
+    """The result of :func:`simulate`: the records, and the final state of server and clients."""
 
     records: list[Record]
     simulation: Simulation
@@ -33,7 +33,7 @@ class Result:
         return self.records[-1]
 
     def personalized(self) -> list[dict[str, Tensor]]:
-        """Each client's personalised model as a ``state_dict`` of the model."""
+        """Each client's personalized model as a ``state_dict`` of the model."""
         return [self.simulation.objective.state_dict(theta) for theta in self.simulation.personalized()]
 
     def global_model(self) -> dict[str, Tensor] | None:
@@ -65,8 +65,9 @@ def simulate(
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
-    The model's own parameters are the common start. All draws follow from ``seed``. With many clients, accuracy can
-    be measured on ``evaluate_clients`` of them; what they keep lies in memory, or where it does not fit on the disk.
+    The model's parameters are the common starting point. ``seed`` determines all random draws. With many clients,
+    accuracy can be measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not
+    fit.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,

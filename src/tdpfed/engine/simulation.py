@@ -1,4 +1,4 @@
-"""A simulated federation: the server's and all clients' state, and what advances them by a round."""
+"""A simulated federation: the state of the server and of all clients, advanced round by round."""
 
 import copy
 import time
@@ -39,7 +39,7 @@ MEAN = Rule()
 
 
 class Simulation:
-    """A federated run in progress: the server's and all clients' state, and what advances it by a round."""
+    """A federated run in progress: the state of the server and of all clients, advanced round by round."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class Simulation:
         checks.check_settings(
             seed, runner, chunk, precision, participation, rule, federation.clients, evaluate_clients, ranks
         )
-        # A copy, where the data are: the caller's model stays as it is.
+        # A copy on the data's device: the caller's model does not change.
         self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss, short=precision == "bf16")
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
-        self.honest = ~hostile  # whose accuracy counts
+        self.honest = ~hostile  # only honest clients count in mean accuracies
         if attack is not None and attack.kind == "label-flip":
             federation = flip_labels(federation, hostile)
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
@@ -80,10 +80,10 @@ class Simulation:
         if diagnostics is not None:
             defined_for(self.algorithm)
             if ranks.world > 1:
-                raise TDPFedError("run.diagnostics_every: must be 0 in several processes: it needs all clients in one")
+                raise TDPFedError("run.diagnostics_every: must be 0 in several processes, it needs all clients in one")
         checks.check_model(self.objective, federation)
         self.accountant: Accountant | None = None
-        self._within_budget = 0  # rounds that are known to be
+        self._affordable_rounds = 0  # rounds known to be within the privacy budget
         if privacy is not None:
             checks.check_privacy(self.algorithm, participation, rule, attack, federation.clients)
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
@@ -101,14 +101,13 @@ class Simulation:
         self.recorder = Recorder(self.objective, self.algorithm, federation, self.honest, evaluated, ranks)
         self.round = 0
         self.ledger, self.meter = Ledger(), Meter(self.algorithm, codec, federation.train_size)
-        self.refused: list[Rejected] = []  # in the last round that was tried
+        self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
         self._trained: tuple[Tensor, Updates] | None = None
 
     def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
-        Rounds whose diagnostics were asked for have a record too. A privacy budget may end it sooner
-        (:meth:`affordable`).
+        Rounds with diagnostics have a record too. A privacy budget may end the run sooner (:meth:`affordable`).
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
@@ -120,17 +119,17 @@ class Simulation:
                 yield self.record(time.perf_counter() - began)
 
     def due(self, evaluate_every: int, last: bool) -> bool:
-        """Whether the round that was just run is to be recorded: every so many, the last, and those diagnosed."""
+        """Whether to record this round: every ``evaluate_every`` rounds, the last, and those with diagnostics."""
         return due(self.round, evaluate_every, last) or self._diagnosed
 
     def step(self, updates: Updates | None = None) -> None:
-        """Run one communication round; it counts when it is done.
+        """Run one communication round.
 
-        ``updates`` are the results of the clients of :meth:`next_turn`, if they are known already. With too few uploads
-        nothing changes but the ledger: the round is repeated with other draws, or the run stops. A round in which
-        nobody is left and no quorum is asked for changes nothing either, and counts.
+        ``updates`` are the results of the clients of :meth:`next_turn`, if they are already computed. With too few
+        uploads only the ledger changes, and the round is repeated with other draws or the run stops. A round without
+        any participant changes nothing but counts as done, unless a quorum is required.
         """
-        if self.accountant is not None and self.round >= self._within_budget:
+        if self.accountant is not None and self.round >= self._affordable_rounds:
             self.accountant.check_affordable(self.round + 1)
         self.refused = []
         for attempt in range(self.participation.attempts):
@@ -144,7 +143,7 @@ class Simulation:
         raise self.server_round.below_quorum(self.round + 1, attempt + 1, uploads, self.refused)
 
     def next_turn(self, attempt: int = 0) -> tuple[Turn, Tensor]:
-        """Return the clients that train in the next round, and which of them report, a mask."""
+        """Return the clients that train in the next round, and a mask of those that upload."""
         if not self.participation.draws(self.federation.clients):
             return self._turn(self.round + 1, self._everybody), torch.ones(len(self._everybody), dtype=torch.bool)
         chosen, trained = self.participation.draw(self.seed, self.round + 1, self.federation.clients, attempt)
@@ -156,19 +155,19 @@ class Simulation:
         return self.server_round.participation
 
     def _attempt(self, attempt: int, updates: Updates | None) -> tuple[bool, int]:
-        """Try a round; return whether it is done, and how many uploads were accepted."""
+        """Try a round; return whether it succeeded, and how many uploads were accepted."""
         turn, reported = self.next_turn(attempt)
         with self.runner.around_groups(len(turn.clients)):
-            return self._exchanged(turn, reported, updates)
+            return self._train_and_aggregate(turn, reported, updates)
 
-    def _exchanged(self, turn: Turn, reported: Tensor, updates: Updates | None) -> tuple[bool, int]:
-        """Train the turn's clients, unless that is done, and aggregate the uploads of those who ``reported``."""
+    def _train_and_aggregate(self, turn: Turn, reported: Tensor, updates: Updates | None) -> tuple[bool, int]:
+        """Train the turn's clients, unless ``updates`` are given, and aggregate the uploads of those in the mask."""
         if len(turn.clients):
             updates = self._train(turn) if updates is None else updates
             checks.check_finite(updates, turn, self.algorithm, self.uplink.attack)
         server, count = self.server, 0
         if self.algorithm.communicates:
-            uploads, senders = self._arrived(updates, turn, reported)
+            uploads, senders = self._accepted_uploads(updates, turn, reported)
             count = len(senders.clients)
             if not self.server_round.enough(count):
                 return False, count
@@ -180,30 +179,30 @@ class Simulation:
         return True, count
 
     def _train(self, turn: Turn) -> Updates:
-        """Run the turn's clients; of their private state only the rows of this process's own are returned."""
+        """Run the turn's clients; the private state returned covers only the clients of this process."""
         own = replace(turn, clients=self.ranks.own(turn.clients))
         part = None
         if len(own.clients):
             part = self.runner.run(self.server, self.store.rows(own.clients), own, len(turn.clients))
         return self.ranks.shared(part, turn.clients)
 
-    def _arrived(self, updates: Updates | None, turn: Turn, reported: Tensor) -> tuple[State, Turn]:
-        """Return the uploads the gate accepted of those who ``reported``, a mask over the turn's clients."""
+    def _accepted_uploads(self, updates: Updates | None, turn: Turn, reported: Tensor) -> tuple[State, Turn]:
+        """Return the uploads the gate accepts; ``reported`` masks those of the turn's clients that upload."""
         if updates is None:
-            return self.server_round.nobody(self.server, turn)
+            return self.server_round.no_uploads(self.server, turn)
         self._count(turn, reported)
         if not bool(reported.any()):
-            return self.server_round.nobody(self.server, turn)
+            return self.server_round.no_uploads(self.server, turn)
         sent, senders = only(updates.upload, turn, reported)
         uploads = self.uplink.transmit(sent, self.server, senders)
-        finite = uploads is sent  # which was checked with the clients' results
+        finite = uploads is sent  # already checked with the clients' results
         uploads, senders, refused = self.server_round.admitted(uploads, self.server, senders, finite=finite)
         self.refused += refused
         self.ledger.rejected += len(refused)
         return uploads, senders
 
     def _count(self, turn: Turn, reported: Tensor) -> None:
-        """Add to the ledger exactly the bytes of the messages, headers included."""
+        """Add the exact sizes of the round's messages, headers included, to the ledger."""
         down, up = self.meter.sizes(turn, reported, everybody=turn.clients is self._everybody)
         self.ledger.downlink += down
         self.ledger.uplink += up
@@ -224,29 +223,29 @@ class Simulation:
             )  # fmt: skip
 
     def affordable(self, rounds: int) -> int:
-        """Return how many rounds, of ``rounds`` from the start, the privacy budget allows."""
+        """Return how many of the first ``rounds`` rounds of the run fit in the privacy budget."""
         budget = None if self.accountant is None else self.accountant.privacy.epsilon
         if self.accountant is None or budget is None:
             return rounds
-        self._within_budget = self.accountant.rounds_within(budget, rounds)
-        return self._within_budget
+        self._affordable_rounds = self.accountant.rounds_within(budget, rounds)
+        return self._affordable_rounds
 
     @property
     def epsilon(self) -> float | None:
-        """The privacy spent so far: every round released a global model, also one in which nobody took part."""
+        """The privacy spent so far: every round releases a global model, even one without participants."""
         return None if self.accountant is None else self.accountant.epsilon(self.round)
 
     @property
     def private(self) -> State:
-        """What every client keeps, ``(K, ...)`` for each entry; of several processes each has its own clients' rows."""
+        """The private state of all clients of this process, ``(K, ...)`` for each entry."""
         return self.store.whole()
 
     def personalized(self) -> Tensor:
-        """Return every client's personalised parameters, ``(K, P)``."""
+        """Return every client's personalized parameters, ``(K, P)``."""
         return self.algorithm.personalized(self.private)
 
     def global_model(self) -> Tensor | None:
-        """Return the parameters the server would ship, ``(P,)``; None if the method has none."""
+        """Return the parameters of the global model, ``(P,)``; None if the method has none."""
         return self.algorithm.global_model(self.server)
 
     @property
@@ -256,7 +255,7 @@ class Simulation:
 
     @property
     def compression_rate(self) -> float | None:
-        """Bytes of a message with the dense model over those of a client's upload; None if nothing was uploaded."""
+        """Size of a message with the dense model over the size of a client's upload; None if nothing was uploaded."""
         return self.ledger.compression_rate(dense_bytes(self.objective.layout))
 
     @property
@@ -276,5 +275,5 @@ class Simulation:
         return torch.arange(self.federation.clients, device=self.federation.device)
 
     def resume_from(self, round_: int, server: State, store: Store, ledger: Ledger) -> None:
-        """Continue from the state after a round; the tensors and the ledger become the simulation's own."""
+        """Continue from the state after a round; the simulation takes ownership of the tensors and the ledger."""
         self.round, self.server, self.store, self.ledger, self._trained = round_, server, store, ledger, None

@@ -1,8 +1,8 @@
-"""What clients keep between rounds: a row for each, in memory or in a memory-mapped file.
+"""The private state of clients between rounds: a row for each client, in memory or in a memory-mapped file.
 
-Room is reserved for everybody and taken by those who have trained: a client that has not is still at the common start.
-So memory, a round and a checkpoint cost what the participants do, however many clients there are. Of several processes
-(:mod:`tdpfed.engine.ranks`) each holds the rows of its own clients.
+Space is reserved for all clients but only used by those that have trained: the others still have the common initial
+state. The cost of memory, of a round and of a checkpoint therefore depends on the participants, not on the number of
+clients. With several processes (:mod:`tdpfed.engine.ranks`) each holds the rows of its own clients.
 """
 
 import math
@@ -24,17 +24,17 @@ from tdpfed.files import ctrl_c_waits
 
 Place = Literal["auto", "ram", "mmap"]
 Spread = Callable[[int, Callable[[slice], None]], None]
-"""Calls a task with slices that together cover so many rows."""
+"""Calls a task with slices that together cover a number of rows."""
 
 ASSIGNABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
 
 
 class Rows(Protocol):
-    """Rows of all clients by id, wherever they lie."""
+    """Rows of all clients by id, wherever they are stored."""
 
-    start: State  # a client's before its first round
+    start: State  # the state of a client before its first round
     clients: int
-    touched: Tensor  # (K,) bool, who has trained
+    touched: Tensor  # (K,) bool, which clients have trained
 
     @property
     def spec(self) -> dict[str, str]:
@@ -56,46 +56,46 @@ class Store:
         if place not in get_args(Place):
             raise unknown("engine.state", place, get_args(Place))
         self.start, self.clients, self.folder, self.ranks = start, clients, folder, ranks
-        self._held = len(range(ranks.rank, clients, ranks.world))
-        size = self._held * sum(value.nbytes for value in start.values())
+        self._held_clients = len(range(ranks.rank, clients, ranks.world))
+        size = self._held_clients * sum(value.nbytes for value in start.values())
         device = next(iter(start.values())).device if start else torch.device("cpu")
         self.place: Place = ("ram" if size <= free_memory(device) // 2 else "mmap") if place == "auto" else place
-        self.touched = torch.zeros(clients, dtype=torch.bool)  # who has trained, of all clients
-        self._untouched = clients  # how many have not
-        self._sparse = True  # rows of those who have not are unwritten
+        self.touched = torch.zeros(clients, dtype=torch.bool)  # which of all clients have trained
+        self._untouched = clients  # number of clients that have not trained
+        self._sparse = True  # rows of untouched clients are not written
 
     @cached_property
     def _values(self) -> State:
-        """Room for all rows, made when there is the first: what is only to be replaced takes none."""
-        return {name: self._room(name, value) for name, value in self.start.items()}
+        """Tensors for all rows, allocated on first use: a store that is replaced before takes no memory."""
+        return {name: self._allocated(name, value) for name, value in self.start.items()}
 
     def reserve(self) -> None:
-        """Make room for all rows now, so that it is now that there is none."""
+        """Allocate all rows now, so that a lack of memory is reported now."""
         _ = self._values
 
     def like(self, start: State, clients: int) -> "Store":
-        """Return a store in the same place for so many clients, all of them at ``start``."""
+        """Return a store in the same place for this many clients, all with the state ``start``."""
         return Store(start, clients, self.place, self.folder, self.ranks)
 
     def rows(self, clients: Tensor) -> State:
-        """Return the rows of those of the clients that this process holds, in their order; copies."""
+        """Return copies of the clients' rows, in their order; only of clients that this process holds."""
         own = self.ranks.own(clients)
         if not self._sparse or not self._untouched:
-            return self._at(own)
+            return self._copied(own)
         ids = own.cpu()
         known = self.touched[ids]
         if bool(known.all()):
-            return self._at(ids)
+            return self._copied(ids)
         rows = {name: first.expand(len(ids), *first.shape).clone() for name, first in self.start.items()}
-        for name, value in self._at(ids[known]).items():
+        for name, value in self._copied(ids[known]).items():
             if value.numel():
                 assign(rows[name], known.to(value.device), value)
         return rows
 
     def put(self, clients: Tensor, rows: State, spread: Spread = lambda count, task: task(slice(count))) -> None:
-        """Replace rows; ``rows`` are those of the clients that this process holds, all of which have trained now.
+        """Replace rows; ``rows`` are those of the clients that this process holds. All clients count as trained.
 
-        ``spread`` may do it in parts, side by side: fresh pages of memory cost more than what is written to them.
+        ``spread`` may split the work over threads: fresh pages of memory cost more than the writes to them.
         """
         ids = self.ranks.own(clients)
         values = {name: value for name, value in self._values.items() if value.numel()}
@@ -104,7 +104,7 @@ class Store:
             for name, value in values.items():
                 assign(value, self._slots(ids[part]).to(value.device), rows[name][part].to(value.device))
 
-        with ctrl_c_waits():  # no row of this round beside those of the last
+        with ctrl_c_waits():  # rows of two rounds must not mix
             if len(ids):
                 spread(len(ids), write)
             if self._untouched:
@@ -113,7 +113,7 @@ class Store:
                 self.touched[trained] = True
 
     def whole(self) -> State:
-        """Return the rows of all clients that this process holds: its own tensors, not copies."""
+        """Return the rows of all clients that this process holds: the store's own tensors, not copies."""
         if self._sparse:
             new = self.ranks.own((~self.touched).nonzero().flatten())
             for name, value in self._values.items():
@@ -131,41 +131,41 @@ class Store:
             for name, value in self.start.items()
         }
 
-    def _at(self, ids: Tensor) -> State:
+    def _copied(self, ids: Tensor) -> State:
         slots, found = self._slots(ids), {}
         for name, value in self._values.items():
             found[name] = value.index_select(0, slots.to(value.device)).to(self.start[name].device)
         return found
 
     def _slots(self, ids: Tensor) -> Tensor:
-        return ids if self.ranks.world == 1 else ids // self.ranks.world  # a process holds every so-manieth client
+        return ids if self.ranks.world == 1 else ids // self.ranks.world  # a process holds every world-th client
 
-    def _room(self, name: str, start: Tensor) -> Tensor:
-        shape = (self._held, *start.shape)
+    def _allocated(self, name: str, start: Tensor) -> Tensor:
+        shape = (self._held_clients, *start.shape)
         if self.place == "ram" or not start.numel():
-            return torch.empty(shape, dtype=start.dtype, device=start.device)  # pages of a CPU come with their rows
+            return torch.empty(shape, dtype=start.dtype, device=start.device)  # a CPU allocates pages on first write
         size, folder = math.prod(shape) * start.itemsize, existing(self.folder or Path(gettempdir()))
         try:
             with TemporaryFile(dir=folder) as file:
                 file.truncate(size)
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would end the process
+                    os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full later would kill the process
                 raw = np.memmap(file, np.uint8, "r+", shape=(size,))
         except OSError as error:
             raise TDPFedError(
                 f"engine.state: 'mmap' needs {size:,} bytes for {name} in {str(folder)!r} ({error.strerror}); "
-                "allowed: ram, or a run folder where there is room"
+                "allowed: ram, or a run folder with enough free space"
             ) from None
         return torch.from_numpy(raw).view(start.dtype).reshape(shape)
 
 
 def existing(path: Path) -> Path:
-    """Return the folder, or the nearest above it that is there."""
+    """Return the folder, or the nearest parent that exists."""
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
 def free_memory(device: torch.device) -> int:
-    """Return how many bytes may still be taken: of the GPU's memory, or of the machine's or container's."""
+    """Return the free memory in bytes: of the GPU, or of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -181,7 +181,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def assign(value: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Replace rows of ``value`` by index or mask; what PyTorch cannot assign is assigned as bytes."""
+    """Replace rows of ``value`` by index or mask; types that PyTorch cannot assign are assigned as bytes."""
     if index.dtype == torch.int64 and value.dtype in ASSIGNABLE:
         value.index_copy_(0, index, rows)
     elif value.dtype in ASSIGNABLE:

@@ -1,4 +1,4 @@
-"""What happens to simulated uploads on their way to the server: hostile clients, and the codec's rounding."""
+"""The path of simulated uploads to the server: attacks by hostile clients, and the codec's rounding."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -13,7 +13,7 @@ from tdpfed.wire import Codec, lossy
 
 @dataclass(frozen=True)
 class Uplink:
-    """The way from the simulated clients of one federation to the server."""
+    """The path from the simulated clients of one federation to the server."""
 
     algorithm: Algorithm
     clients: int
@@ -28,7 +28,7 @@ class Uplink:
             raise wrong("robust.attack", "gauge", f"another: {self.algorithm.name!r} sends no CP factors")
 
     def transmit(self, uploads: State, server: State, turn: Turn) -> State:
-        """Return the uploads of the turn's clients as they arrive."""
+        """Return the uploads of the turn's clients as the server receives them."""
         if self.attack is not None:
             hostile = attacks.attackers(self.seed, self.clients, self.attack.fraction).to(turn.clients.device)
             unchanged = self.algorithm.unchanged(self.algorithm.broadcast(server, turn))

@@ -1,1 +1,1 @@
-"""Everything that is only there for speed; only the engine imports it."""
+"""Faster implementations of the local work; only the engine imports them."""

@@ -1,8 +1,8 @@
 """Convolutions of many clients as matrix products, for a GPU.
 
-Batched over K clients a convolution becomes one of K groups, for which GPU libraries have slow kernels. Here its
-patches are laid out once (``im2col``) and multiplied with all clients' kernels by one batched matrix product; backward
-takes the same patches again. :func:`as_products` puts this into a recorded graph in place of the library's operators.
+Batched over K clients, a convolution becomes a grouped convolution of K groups, for which GPU libraries have slow
+kernels. Here its patches are laid out once (``im2col``) and multiplied by all clients' kernels in one batched matrix
+product; the backward pass reuses them. :func:`as_products` replaces the library's operators in a recorded graph.
 """
 
 import operator
@@ -18,12 +18,12 @@ from tdpfed.fast.gpu import kernels_for
 Pair = tuple[int, ...]
 aten = torch.ops.aten
 
-SHORT = (torch.float32, torch.bfloat16)
-"""Numbers that our own kernels take."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""Types that our own GPU kernels support."""
 
 
 class Geometry(NamedTuple):
-    """Where a two-dimensional convolution of several groups looks."""
+    """The geometry of a grouped two-dimensional convolution."""
 
     kernel: Pair
     stride: Pair
@@ -34,13 +34,13 @@ class Geometry(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """How many places of an image it gives a value for."""
+        """The number of output positions per image."""
         return self.output[0] * self.output[1]
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return what each output position sees, ``(G, C kh kw, B Ho Wo)``, of ``x`` ``(B, G C, H, W)``."""
-    if kernels := kernels_for(x, dtypes=SHORT):
+    """Return the input patch of each output position, ``(G, C kh kw, B Ho Wo)``, for ``x`` ``(B, G C, H, W)``."""
+    if kernels := kernels_for(x, dtypes=KERNEL_DTYPES):
         own: Tensor = kernels.patches(x, geometry)
         return own
     down, right = geometry.padding
@@ -55,12 +55,12 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def put_back(cols: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
-    """Return the transpose of :func:`patches`: values ``(G, C kh kw, B Ho Wo)`` summed where they were seen."""
-    if kernels := kernels_for(cols, dtypes=SHORT):
+    """Apply the transpose of :func:`patches`: sum values ``(G, C kh kw, B Ho Wo)`` into the pixels they belong to."""
+    if kernels := kernels_for(cols, dtypes=KERNEL_DTYPES):
         own: Tensor = kernels.put_back(cols, shape, geometry)
         return own
     b, channels, height, width = shape
-    # Of each client and image the columns that PyTorch's fold expects.
+    # The columns that PyTorch's fold expects, for each client and image.
     cols = cols.reshape(geometry.groups, -1, b, geometry.positions).movedim(2, 1).flatten(0, 1)
     folded = fold(cols, (height, width), geometry.kernel, geometry.dilation, geometry.padding, geometry.stride)
     return folded.reshape(geometry.groups, b, -1, height, width).movedim(1, 0).reshape(b, channels, height, width)
@@ -72,14 +72,14 @@ def forward(cols: Tensor, weight: Tensor, bias: Tensor | None, shape: Sequence[i
     kernels = weight.reshape(groups, -1, depth)
     y = kernels @ cols if bias is None else torch.baddbmm(bias.reshape(groups, -1, 1), kernels, cols)
     b, _, rows, columns = shape
-    # Contiguous as the library's own: what follows was recorded with views of that.
+    # Contiguous like the library's output: the operators that follow were recorded with views of it.
     return y.reshape(groups, -1, b, rows, columns).movedim(2, 0).reshape(b, -1, rows, columns).contiguous()
 
 
 def backward(
     grad: Tensor, cols: Tensor | None, shape: Sequence[int], weight: Tensor, geometry: Geometry, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients ``wanted`` of inputs of ``shape``, kernels and bias."""
+    """Return the gradients of the inputs (of the given ``shape``), kernels and bias that are ``wanted``."""
     b, channels, _, _ = grad.shape
     groups = geometry.groups
     flat = grad.reshape(b, groups, channels // groups, -1).movedim(0, 2).reshape(groups, channels // groups, -1)
@@ -95,12 +95,12 @@ def backward(
 
 
 def as_products(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded graph with its two-dimensional convolutions of several groups as matrix products."""
+    """Return a recorded graph with its grouped two-dimensional convolutions replaced by matrix products."""
     graph, cols = module.graph, dict[tuple[Any, ...], fx.Node]()
-    first = _first_alike(graph)
+    first = _first_equal(graph)
 
     def patches_of(x: fx.Node, geometry: Geometry) -> fx.Node:
-        """Return the node with the patches, which forward and backward share."""
+        """Return the node of the patches, which the forward and backward pass share."""
         if (first[x], geometry) not in cols:
             cols[first[x], geometry] = graph.call_function(patches, (first[x], geometry))
         return cols[first[x], geometry]
@@ -135,8 +135,8 @@ def _geometry(weight: fx.Node, stride: Pair, padding: Pair, dilation: Pair, grou
     return Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation), groups, tuple(shape[2:]))
 
 
-def _first_alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return for each node the first that computes the same: the same operator on the same inputs."""
+def _first_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Map each node to the first node that applies the same operator to the same inputs."""
     seen, first = dict[str, fx.Node](), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         arguments = fx.map_arg((node.args, node.kwargs), lambda given: first[given])

@@ -1,7 +1,7 @@
 """A round of all clients as one CUDA graph: thousands of small kernels, one launch.
 
-The work of a round is the same from round to round: what changes are the values of its inputs. So it is computed once
-as it is, recorded the second time its inputs have the same shapes, and replayed from then on.
+Every round does the same work on different values. So a round is computed directly the first time, recorded the
+second time its inputs have the same shapes, and replayed from then on.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ from tdpfed.core.state import State
 States = tuple[State, ...]
 
 RECORDINGS = 4
-"""Kinds of input a graph is kept for; each holds its intermediates' memory."""
+"""Maximum number of recorded graphs, one per kind of input; each keeps the memory of its intermediates."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class _Recording:
 
 
 class Graphed:
-    """``function`` from states to states, all on one GPU; it must be the same work for any values.
+    """A ``function`` from states to states on one GPU, whose operations must not depend on the values.
 
-    What cannot be recorded (a library that waits for the GPU in the middle) is computed as it is.
+    A function that cannot be recorded (because a library waits for the GPU in the middle) is called directly.
     """
 
     def __init__(self, function: Callable[..., States]) -> None:
@@ -44,9 +44,9 @@ class Graphed:
         self._recordable = True
 
     def __call__(self, *states: State) -> States:
-        """Return what ``function`` does for these states."""
+        """Return the result of ``function`` for these states."""
         kind = tuple((name, v.shape, v.dtype, v.device) for state in states for name, v in state.items())
-        if kind not in self._kinds:  # libraries set themselves up in a first call, which cannot be recorded
+        if kind not in self._kinds:  # libraries initialize themselves in the first call, which cannot be recorded
             self._kinds[kind] = None
             return self._function(*states)
         recording = self._kinds[kind]
@@ -55,7 +55,7 @@ class Graphed:
         self._kinds.move_to_end(kind)
         held = [other for other, one in self._kinds.items() if one is not None]
         for oldest in held[:-RECORDINGS]:
-            self._kinds[oldest] = None  # its memory goes; it is recorded again when it comes back
+            self._kinds[oldest] = None  # frees its memory; it is recorded again if needed
         return self._function(*states) if recording is None else recording.replay(states)
 
     def _record(self, states: States) -> _Recording | None:

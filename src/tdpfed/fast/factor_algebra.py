@@ -1,7 +1,8 @@
 """The algebra of :mod:`tdpfed.cp` on factors ``(K, I_n, R)`` of many clients, in fewer passes over memory.
 
-On a CPU clients are taken in groups that fit the caches, and matrices need no large residual. On a GPU, on which small
-kernels wait for one another, the residual tensor itself is formed, in a third of the kernels, some of them our own.
+On a CPU, clients are processed in groups that fit the caches, and matrices are handled without forming a large
+residual. On a GPU, where small kernels wait for one another, the residual tensor is formed: this takes a third of the
+kernels, some of them our own.
 """
 
 import math
@@ -18,10 +19,10 @@ from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.gpu import kernels_for, side_by_side
 
 CPU_CHUNK_BYTES = 3 << 19
-"""On a CPU clients are taken together while their largest intermediate stays below this, and so in the caches."""
+"""On a CPU, clients are grouped so that the largest intermediate of a group stays below this and fits the caches."""
 
 SMALL_MATRIX_VALUES = 1 << 12
-"""Values of a matrix below which a CPU is quicker with its residual."""
+"""Number of values of a matrix below which a CPU is faster if it forms the residual."""
 
 
 def compose(plan: FactorPlan, a: Tensor) -> Tensor:
@@ -32,9 +33,9 @@ def compose(plan: FactorPlan, a: Tensor) -> Tensor:
 
 
 def residual_grad(plan: FactorPlan, a: Tensor, theta: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """Return :meth:`FactorPlan.residual_grad`; ``out`` takes it where it is given."""
+    """Return :meth:`FactorPlan.residual_grad`, written into ``out`` if given."""
     grad = torch.empty_like(a, memory_format=torch.contiguous_format) if out is None else out
-    # Filled slice by slice: no second copy of its size.
+    # Written slice by slice, which avoids a second tensor of this size.
     slices = zip(plan.factors.slices.values(), plan.factors.shapes, strict=True)
     parts = (grad[..., where].view((*grad.shape[:-1], *shape)) for where, shape in slices)
     kernels = kernels_for(a, theta)
@@ -56,7 +57,7 @@ def residual_grad(plan: FactorPlan, a: Tensor, theta: Tensor, scale: float, out:
 
 @lru_cache(8)
 def _dense_places(plan: FactorPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where the values of dense parameters lie in the factor vector, and where in the dense one."""
+    """Return the indices of the dense parameters' values in the factor vector and in the dense vector."""
     names = [name for name, rank in zip(plan.dense.names, plan.ranks, strict=True) if rank is None]
 
     def within(layout: Layout) -> Tensor:
@@ -79,7 +80,7 @@ def tensor_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence
         matrix_residual_grad(theta, factors, rows, scale)
         return
     for start in range(0, clients, together):
-        # The last group reaches back to full size: groups of one size take the same kernels.
+        # The last group overlaps the previous one: groups of equal size use the same kernels.
         begin = min(start, clients - together)
         group = slice(begin, begin + together)
         some = [factor[group] for factor in factors]
@@ -89,16 +90,17 @@ def tensor_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence
 
 
 def _plain_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the gradient in each factor."""
+    """Yield the gradient with respect to each factor."""
     grams = [factor.mT @ factor for factor in factors]
     for n, product in sweep(theta, factors):
         yield (factors[n] @ hadamard_of_others(grams, n)).sub_(product)
 
 
 def _kernel_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the gradient in each factor of a convolution's kernel: outputs, inputs, and the few positions.
+    """Yield the gradient for each factor of a convolution kernel: output channels, input channels, kernel axes.
 
-    The factors of the positions are one, their Khatri-Rao product, until the end: fewer Gram matrices are multiplied.
+    The factors of the kernel axes are replaced by their Khatri-Rao product until the last step, which needs fewer Gram
+    matrices.
     """
     first, second, *positions = factors
     last = cp.khatri_rao(positions)
@@ -109,11 +111,11 @@ def _kernel_residual_grad(theta: Tensor, factors: Sequence[Tensor]) -> Iterator[
         if n < 2:
             yield gradient
         else:
-            yield from (along for _, along in walk(gradient, factors, range(2, len(factors))))
+            yield from (product for _, product in walk(gradient, factors, range(2, len(factors))))
 
 
 def matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
-    """Write the gradient for matrices ``(K, I_1, I_2)`` into ``out``: in a few products, and no large residual."""
+    """Write the gradient for matrices ``(K, I_1, I_2)`` into ``out``, for large ones without forming the residual."""
     a, b = factors
     if math.prod(theta.shape[1:]) < SMALL_MATRIX_VALUES:
         residual = torch.bmm(a, b.mT).sub_(theta).mul_(scale)
@@ -127,10 +129,10 @@ def matrix_residual_grad(theta: Tensor, factors: Sequence[Tensor], out: Sequence
 
 
 def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
-    """Write the gradient into ``out``, all ``(K, I_n, R)``, by way of the residual tensor itself.
+    """Write the gradient into ``out``, all ``(K, I_n, R)``, by forming the residual tensor.
 
-    For a matrix it is as much arithmetic as the other way, in half the kernels. From order 3 on it is half as much
-    again, in a third of the kernels.
+    For a matrix this needs the same arithmetic as the other method in half the kernels. From order 3 on it needs 1.5
+    times the arithmetic in a third of the kernels.
     """
     sizes = mode_sizes(factors)
     cut = best_cut(sizes)
@@ -147,7 +149,7 @@ def residual_grad_in_few_kernels(theta: Tensor, factors: Sequence[Tensor], out: 
 
 
 def _composed(factors: Sequence[Tensor]) -> Tensor:
-    """Return :func:`tdpfed.cp.compose` with kernels of our own."""
+    """Return :func:`tdpfed.cp.compose`, computed with our own kernels."""
     sizes = mode_sizes(factors)
     cut = best_cut(sizes)
     left = _khatri_rao(factors[:cut])
@@ -156,7 +158,7 @@ def _composed(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _khatri_rao(factors: Sequence[Tensor]) -> Tensor:
-    """Return :func:`tdpfed.cp.khatri_rao` with a kernel of our own where it fits."""
+    """Return :func:`tdpfed.cp.khatri_rao`, computed with our own kernel if it supports these factors."""
     kernels = kernels_for(*factors)
     if kernels is None or factors[0].ndim != 3:
         return cp.khatri_rao(factors)
@@ -169,7 +171,7 @@ def _khatri_rao(factors: Sequence[Tensor]) -> Tensor:
 def _walk(
     partial: Tensor, factors: Sequence[Tensor], side: range, out: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield :func:`tdpfed.cp.algebra.walk`; a product may be written into its place in ``out`` at once."""
+    """Yield :func:`tdpfed.cp.algebra.walk`; a product may be written directly into its place in ``out``."""
     if len(side) == 1:
         yield side.start, partial
         return
@@ -190,7 +192,7 @@ def _contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None) -> T
 
 
 def _clients_together(theta: Tensor, factors: Sequence[Tensor], clients: int) -> int:
-    """Return into groups of how many clients to cut them: as many as fit the caches on a CPU, evenly."""
+    """Return the group size: as many clients as fit the caches on a CPU, in groups of about equal size."""
     if theta.device.type != "cpu":
         return max(1, clients)
     sizes = mode_sizes(factors)

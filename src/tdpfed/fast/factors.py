@@ -1,4 +1,4 @@
-"""Factors of many clients on their way through a round: packed once, moved where they lie, unpacked at the end."""
+"""Factors of many clients during a round: packed once, updated in place, unpacked at the end."""
 
 from weakref import ref
 
@@ -17,7 +17,7 @@ from tdpfed.fast.transposed import Transposed
 
 
 class FastFactors(Factors):
-    """Factors ``(K, Q)`` in a workspace; steps may overwrite them, and then the older handle says so."""
+    """Factors ``(K, Q)`` in a workspace; steps may overwrite them, and the old object then raises an error."""
 
     def __init__(self, space: Workspace, a: Tensor, rule: FactorRule, moments: Moments | None, taken: int = 0) -> None:
         self._space, self._rule, self._moments, self._taken = space, rule, moments, taken
@@ -26,7 +26,7 @@ class FastFactors(Factors):
 
     @classmethod
     def start(cls, plan: FactorPlan, a: Tensor, rule: FactorRule, private: State) -> "FastFactors":
-        """Pack factors, and the state of an optimizer that continues."""
+        """Pack the factors, and the optimizer state if it is kept between rounds."""
         space = _workspace(plan, a, rule)
         packed = space.pack(a)
         kept = {name: private[name] for name in KEPT if name in private} if rule.restart == "run" else {}
@@ -39,7 +39,7 @@ class FastFactors(Factors):
     @property
     def _a(self) -> Tensor:
         if self._packed is None:
-            raise RuntimeError("factors: these have moved on; use what `towards` returned")
+            raise RuntimeError("factors: overwritten by `towards`; use the object that it returned")
         return self._packed
 
     @property
@@ -56,8 +56,8 @@ class FastFactors(Factors):
 
     @property
     def state(self) -> State:
-        """What a client keeps of the optimizer."""
-        _ = self._a  # refuse where these have moved on: the moments have too
+        """The optimizer state that a client keeps."""
+        _ = self._a  # raises if the factors, and so the moments, were overwritten
         moments = self._moments if self._rule.restart == "run" else None
         return {
             name: moment.clone() if name == "steps" else self._space.unpack(moment)
@@ -77,7 +77,7 @@ class FastFactors(Factors):
         counts, target = range(taken + 1, taken + steps + 1), space.target(near.theta)
         if isinstance(space, Transposed) and isinstance(optimizer, optim.FastOptimizer):
             known = near.low_rank if isinstance(near.low_rank, LowRankStep) else None
-            if known is not None and known.anchor is not self._composed:  # it says nothing of theta - compose(a)
+            if known is not None and known.anchor is not self._composed:  # then it does not describe theta - compose(a)
                 known = None
             space.move(a, target, known, lam, optimizer.in_place, moments, counts)
             self._packed = None
@@ -94,7 +94,7 @@ class FastFactors(Factors):
         moments: Moments,
         counts: range,
     ) -> tuple[Tensor, Moments]:
-        gradient = torch.empty_like(a, memory_format=torch.contiguous_format)  # the same memory for every step
+        gradient = torch.empty_like(a, memory_format=torch.contiguous_format)  # reused for every step
         for count in counts:
             for turn in modes_in_turn(self._space.outer, a.device) if self._rule.alternating else (None,):
                 self._space.residual_grad(a, target, lam, gradient)
@@ -104,8 +104,8 @@ class FastFactors(Factors):
 
 
 def _workspace(plan: FactorPlan, a: Tensor, rule: FactorRule) -> Workspace:
-    """Return where the factors are moved; ALS and alternating steps take them as they are."""
-    together = rule.optimizer != "als" and not rule.alternating
-    if together and rule.optimizer == "adam" and a.ndim == 2 and a.device.type == "cpu":
+    """Return the workspace of the factors; ALS and alternating steps use the unpacked layout."""
+    packed = rule.optimizer != "als" and not rule.alternating
+    if packed and rule.optimizer == "adam" and a.ndim == 2 and a.device.type == "cpu":
         return Transposed(plan)
-    return Workspace(plan, padded=together and a.device.type in ("cpu", "cuda"), device=a.device.type)
+    return Workspace(plan, padded=packed and a.device.type in ("cpu", "cuda"), device=a.device.type)

@@ -1,10 +1,10 @@
-"""Several steps on one minibatch, in which the weights of the first layer are touched once.
+"""Several steps on one minibatch that update the weights of the first layer only once.
 
-Where a linear layer's inputs X are the data themselves, a step moves its weights W towards V and along X alone:
-``W' = W + pull (V - W) - lr D^T X``, where D is the gradient in its outputs. So these, ``Z = X W^T``, follow without W:
-``Z' = Z + pull (X V^T - Z) - lr (X X^T) D``. Here ``X X^T`` is as small as the minibatch. After the last step one
-product brings W up to date. In exact arithmetic these are the steps themselves. With momentum the velocity is of that
-form too: a share of ``V - W`` and something along X.
+If the inputs X of a linear layer are the data themselves, a step changes its weights W only towards the anchor V and
+in the row space of X: ``W' = W + pull (V - W) - lr D^T X``, where D is the gradient with respect to the outputs. So the
+outputs ``Z = X W^T`` can be updated without W: ``Z' = Z + pull (X V^T - Z) - lr (X X^T) D``, where ``X X^T`` is only as
+large as the minibatch. After the last step one product updates W. In exact arithmetic this equals the individual steps.
+With momentum, the velocity has the same form: a multiple of ``V - W`` plus a term in the row space of X.
 """
 
 import copy
@@ -35,24 +35,24 @@ from tdpfed.fast.graph_rewrites import (
 )
 from tdpfed.fast.optim import aligned_empty
 
-WIDE = 8
-"""Inputs per sample of a minibatch from which it is less work."""
+MIN_INPUTS_PER_SAMPLE = 8
+"""Ratio of inputs to samples of a minibatch from which this takes less work."""
 
 
 class LowRankStep(NamedTuple):
-    """The first layer's weights where nothing is left of their start: ``V + slopes^T X``, so ``V`` plus low rank."""
+    """The first layer's weights once their initial values have decayed: ``V + slopes^T X``, a low-rank update of V."""
 
-    begin: int  # of the weights in theta
+    begin: int  # position of the weights in theta
     slopes: Tensor  # (K, samples, outputs)
     inputs: Tensor  # (K, samples, inputs)
-    anchor: "ref[Tensor]"  # V, as long as somebody else keeps it
+    anchor: "ref[Tensor]"  # V, a weak reference
 
 
 class FirstLayer(NamedTuple):
-    """A recorded gradient without its first layer, and where the weights of that lie in theta."""
+    """A recorded gradient without its first layer, and the position of that layer's weights in theta."""
 
-    step: InPlace  # theta stepped but for W, given z, too; tells the gradient in z
-    gradient: fx.GraphModule  # (theta, x, y, z) to (loss, gradient in z, and in what is before and after W, if any is)
+    step: InPlace  # steps all of theta except W, given z; also returns the gradient in z
+    gradient: fx.GraphModule  # (theta, x, y, z) -> (loss, gradient in z, gradients before and after W, if any)
     begin: int
     outputs: int
     inputs: int
@@ -62,7 +62,7 @@ class FirstLayer(NamedTuple):
         inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
-        slopes, views = torch.zeros_like(z), self.step.look(moved)
+        slopes, views = torch.zeros_like(z), self.step.make_views(moved)
         for _ in range(count - 1):
             in_z = self.step.move_only(x, y, z, w, pull, lr, *views)
             z = torch.lerp(z, aim, pull).baddbmm_(gram, in_z, alpha=-lr)
@@ -80,8 +80,8 @@ class FirstLayer(NamedTuple):
     ) -> Near:
         """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2``.
 
-        The weights are ``W + share (V - W) + slopes^T X`` all along, and so is their velocity: the rule is applied to
-        the share, the slopes and the other parameters.
+        The weights always have the form ``W + share (V - W) + slopes^T X``, and so does their velocity: the update rule
+        is applied to the share, the slopes and the other parameters.
         """
         inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
@@ -107,14 +107,14 @@ class FirstLayer(NamedTuple):
         return LowRankStep(self.begin, slopes, inputs, ref(w)) if lost_in_rounding else None
 
     def _with_others_of(self, theta: Tensor) -> Tensor:
-        """Return new memory that holds all of theta but the first layer's weights, which are written at the end."""
+        """Return a new tensor with a copy of theta except for the first layer's weights, which are written last."""
         moved = aligned_empty(theta)
         for new, old in zip(self._others(moved), self._others(theta), strict=True):
             new.copy_(old)
         return moved
 
     def _others(self, flat: Tensor) -> list[Tensor]:
-        """Return what lies before and after the weights, if anything does."""
+        """Return the parameters before and after the weights, if any."""
         end = self.begin + self.outputs * self.inputs
         return [part for part in (flat[:, : self.begin], flat[:, end:]) if part.shape[1]]
 
@@ -124,8 +124,8 @@ class FirstLayer(NamedTuple):
 
 
 def first_layer(module: fx.GraphModule) -> FirstLayer | None:
-    """Return a recorded gradient cut at its first layer; None where that is no linear layer of many inputs."""
-    before = copy.deepcopy(module)  # opening changes it
+    """Return a recorded gradient cut at its first layer; None if that is not a linear layer with many inputs."""
+    before = copy.deepcopy(module)  # _opened modifies the module
     stepped = _opened(module)
     opened = None if stepped is None else _opened(before)
     if stepped is None or opened is None:
@@ -136,19 +136,19 @@ def first_layer(module: fx.GraphModule) -> FirstLayer | None:
 
 
 class _Opened(NamedTuple):
-    """A recorded gradient in which the first layer's outputs are given."""
+    """A recorded gradient that takes the first layer's outputs as an input."""
 
     module: fx.GraphModule
     given: tuple[fx.Node, ...]  # theta, x, y, z
     cat: fx.Node
     parts: list[Part]
-    first: Part  # that of the first layer's weights
+    first: Part  # the first layer's weights
     inputs: fx.Node
-    in_outputs: fx.Node  # the gradient in the first layer's outputs
+    in_outputs: fx.Node  # the gradient with respect to the first layer's outputs
 
 
 def _opened(module: fx.GraphModule) -> _Opened | None:
-    """Take the first layer out, if that is a linear one of many inputs."""
+    """Remove the first layer if it is a linear layer with many inputs."""
     graph = module.graph
     cat, parts = separate_parts(module)
     theta, x, y = (node for node in graph.nodes if node.op == "placeholder")
@@ -159,7 +159,7 @@ def _opened(module: fx.GraphModule) -> _Opened | None:
     first, outputs, in_outputs = found
     inputs: Any = outputs.args[0]
     (_, samples, wide) = shape_of(inputs)
-    if wide < WIDE * samples:
+    if wide < MIN_INPUTS_PER_SAMPLE * samples:
         return None
     with graph.inserting_after(y):
         z = graph.placeholder("z")
@@ -170,10 +170,10 @@ def _opened(module: fx.GraphModule) -> _Opened | None:
 
 
 def _stepping(opened: _Opened) -> InPlace:
-    """Step down in all parameters but the first layer's weights, in the memory of theta."""
+    """Return a step on all parameters except the first layer's weights, in the memory of theta."""
     graph, (theta, _, _, z), first = opened.module.graph, opened.given, opened.first
     with graph.inserting_after(z):
-        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # each before the last one
+        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # inserted in reverse order
     end = next(node for node in graph.nodes if node.op == "output")
     with graph.inserting_before(end):
         for start, stop in ((0, first.begin), (first.begin + shape_of(first.node)[1], shape_of(theta)[1])):
@@ -191,7 +191,7 @@ def _stepping(opened: _Opened) -> InPlace:
 
 
 def _giving_gradients(opened: _Opened) -> fx.GraphModule:
-    """Return the gradients in the parameters before and after the first layer's weights."""
+    """Return the gradients with respect to the parameters before and after the first layer's weights."""
     graph, first = opened.module.graph, opened.first
     end = next(node for node in graph.nodes if node.op == "output")
     before = [part.node for part in opened.parts if part.begin < first.begin]
@@ -206,12 +206,12 @@ def _giving_gradients(opened: _Opened) -> fx.GraphModule:
 
 
 def _cut(theta: fx.Node, part: Part, data: set[fx.Node]) -> tuple[Part, fx.Node, fx.Node] | None:
-    """Return a part with the layer's outputs and the gradient in them, if it is the weights of one that sees data."""
+    """Return a part, the layer's outputs and their gradient, if the part is the weights of a layer on the data."""
     if part.product is None:
         return None
-    turned: Any
-    turned, inputs = part.product.args
-    if inputs not in data or not _is_turned(turned):
+    transposed: Any
+    transposed, inputs = part.product.args
+    if inputs not in data or not _is_transposed(transposed):
         return None
     weights = _slice_at(theta, part.begin)
     for target in (aten.view.default, aten.transpose.int, aten.bmm.default):
@@ -221,13 +221,13 @@ def _cut(theta: fx.Node, part: Part, data: set[fx.Node]) -> tuple[Part, fx.Node,
         if weights.target is not target:
             return None
     assert weights is not None
-    if weights.args[0] is not inputs or not _is_turned(weights.args[1]):
+    if weights.args[0] is not inputs or not _is_transposed(weights.args[1]):
         return None
-    return part, weights, turned.args[0]
+    return part, weights, transposed.args[0]
 
 
 def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
-    """Return the piece of theta that begins there."""
+    """Return the piece of theta that starts at ``begin``."""
     for split in theta.users:
         if split.target is not aten.split_with_sizes.default or split.args[2:] != (1,):
             continue
@@ -238,5 +238,5 @@ def _slice_at(theta: fx.Node, begin: int) -> fx.Node | None:
     return None
 
 
-def _is_turned(node: Any) -> bool:
+def _is_transposed(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.transpose.int and node.args[1:] == (1, 2)

@@ -1,4 +1,4 @@
-"""What a GPU is good at: our own kernels where they fit, and independent parts side by side."""
+"""GPU utilities: our own kernels where they apply, and independent work on parallel streams."""
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 LANES = 8
-"""Streams that share the parts; parts beyond them queue up."""
+"""Number of parallel streams; further work is queued on them in turn."""
 
 Lane = Callable[[], AbstractContextManager[object]]
 
 
 @contextmanager
 def side_by_side(device: torch.device) -> Iterator[Lane]:
-    """Yield what opens a lane: what is computed in different lanes must not depend on each other.
+    """Yield a function that opens a lane; work in different lanes must be independent.
 
-    All lanes start after what was asked for before, and what follows waits for them all.
+    All lanes start after the work submitted before, and later work waits for all lanes.
     """
     if device.type != "cuda":
         yield nullcontext
@@ -49,7 +49,7 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def kernels_for(*tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> ModuleType | None:
-    """Return the module of our own kernels, None where these tensors cannot go through them."""
+    """Return the module of our own kernels; None if they do not support these tensors."""
     fitting = all(t.is_cuda and t.dtype in dtypes and not t.requires_grad and t.stride(-1) == 1 for t in tensors)
     return _kernels() if fitting else None
 

@@ -1,7 +1,7 @@
-"""Gradients and steps of many clients at once, recorded and replayed; what :mod:`tdpfed.fast.local` is made of.
+"""Gradients and steps of many clients at once, recorded and replayed; the basis of :mod:`tdpfed.fast.local`.
 
-Clients are computed in one batch, except on a CPU with convolutions, where one after another is faster. Functions that
-end in an underscore may overwrite the parameters they are given.
+Clients are computed in one batch, except for convolutions on a CPU, where computing one after another is faster.
+Functions whose names end in an underscore may overwrite their parameters.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,10 @@ class RecordedGradient:
         anchor: Tensor | None = None,
         lam: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Take steps ``theta + lr lam (anchor - theta) - lr g``, each on its own minibatch; all have one shape.
+        """Take steps ``theta + lr lam (anchor - theta) - lr g``, each on its own minibatch.
 
-        Return the parameters and the loss before the last step. On a CPU no gradient is ever written to memory.
+        All minibatches have the same shape. Return the parameters and the loss before the last step. On a CPU no
+        gradient is written to memory.
         """
         pull = optim.within_float32(lr * lam)
         if theta.ndim == 1 or theta.device.type != "cpu":
@@ -78,7 +79,7 @@ class RecordedGradient:
         """Take Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on one minibatch."""
         several = steps > 1 and theta.ndim == 2 and not self._one_by_one(theta)
         if several and theta.device.type == "cpu":
-            # Rows as steps like them; they also say what kind of input this is.
+            # Aligned rows are fastest; strides are also part of the key of a recording.
             theta = theta if is_aligned(theta) else aligned_copy(theta)
         known = self._many.first_layer(theta, *batch) if several else None
         if momentum == 0:
@@ -91,9 +92,9 @@ class RecordedGradient:
         velocity: Tensor | None = None
         for _ in range(steps):
             g, loss = self(theta, batch)
-            room = theta - anchor
-            g.add_(room, alpha=lam)
-            theta, velocity = optim.nesterov(theta, g, velocity, lr, momentum, out=room if velocity is None else None)
+            diff = theta - anchor
+            g.add_(diff, alpha=lam)
+            theta, velocity = optim.nesterov(theta, g, velocity, lr, momentum, out=diff if velocity is None else None)
         return Near(theta, loss)
 
     def _plain_steps(
@@ -116,5 +117,5 @@ class RecordedGradient:
         return own, torch.stack(losses)
 
     def skips_first_layer(self, theta: Tensor, batch: Batch) -> bool:
-        """Whether several steps on a minibatch like this one touch the first layer's weights once."""
+        """Whether several steps on a minibatch like this one update the first layer's weights only once."""
         return theta.ndim == 2 and not self._one_by_one(theta) and self._many.first_layer(theta, *batch) is not None

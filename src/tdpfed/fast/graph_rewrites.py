@@ -1,9 +1,9 @@
-"""What is changed in a recorded gradient before it is replayed; it changes no number.
+"""Rewrites of a recorded gradient before it is replayed; they change no result.
 
-What does nothing goes: products with 1, views of the same shape. What is always the same is computed once. Weight
-gradients are computed where they belong in the flat vector instead of being copied there, or, where the gradient is
-only wanted for a step, added to the parameters by the very products that give them. Steps that follow each other in the
-same memory look at it once.
+Operators without effect are removed: products with 1, views of the same shape. Constants are computed once. Weight
+gradients are written directly to their place in the flat vector instead of being copied there; if the gradient is only
+used for a step, the matrix products that compute it update the parameters. Consecutive steps in the same memory create
+their views of it once.
 """
 
 import math
@@ -31,23 +31,23 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten._log_softmax_backward_data.default: torch._log_softmax_backward_data, aten.sum.dim_IntList: torch.sum,
     aten.mean.dim: torch.mean,
 }  # fmt: skip
-"""Operators that Python calls by a shorter way, under the same arguments."""
+"""Faster Python functions for some operators, with the same arguments."""
 
 
 SMALL_PRODUCT = 1 << 14
-"""Values below which a product in memory of its own is quicker than products in place, client by client."""
+"""Number of values below which a product in separate memory is faster than products in place, client by client."""
 
 
 class Part(NamedTuple):
-    """A piece of the flat gradient: where it begins, its node, and the product it is a plain view of, if any."""
+    """A piece of the flat gradient: where it starts, its node, and the matrix product it is a view of, if any."""
 
     begin: int
     node: fx.Node
     product: fx.Node | None
 
 
-def without_idle(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded graph without products with 1, which come with every layer's bias."""
+def without_unit_products(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph without products with 1, which every layer's bias produces."""
     for node in list(module.graph.nodes):
         if node.target is not aten.mul.Scalar or node.args[1] != 1:
             continue
@@ -57,10 +57,10 @@ def without_idle(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def shortened(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded graph without views that change nothing, and with what depends on shapes alone computed.
+def simplified(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a recorded graph without views that have no effect, and with shape-dependent constants precomputed.
 
-    Each operator costs a CPU a microsecond or two. A graph that writes in place stays as it is.
+    Each operator costs a CPU one or two microseconds. A graph that writes in place is returned unchanged.
     """
     graph = module.graph
     if writes(module):
@@ -68,7 +68,7 @@ def shortened(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.target in (*RESHAPES, aten.expand.default) and shape_of(node) == shape_of(node.args[0]):
             _replace(node, node.args[0])
-        elif node.target is aten.transpose.int and _turns_back(node, node.args[0]):
+        elif node.target is aten.transpose.int and _undoes_transpose(node, node.args[0]):
             _replace(node, node.args[0].args[0])
         elif node.target in RESHAPES and _drops_summed(node, node.args[0]):
             node.args[0].args = node.args[0].args[:2]
@@ -83,7 +83,7 @@ def shortened(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def called_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded graph, in which nothing is looked for any more, with shorter calls of the same operators."""
+    """Return a recorded graph with faster calls of the same operators; apply this after all other rewrites."""
     for node in module.graph.nodes:
         if not node.kwargs:
             node.target = SHORTCUTS.get(node.target, node.target)
@@ -92,50 +92,50 @@ def called_directly(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def writes(module: fx.GraphModule) -> bool:
-    """Whether a recorded graph changes a tensor in place."""
+    """Whether a recorded graph modifies a tensor in place."""
     targets: list[Any] = [node.target for node in module.graph.nodes if node.op == "call_function"]
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
 def joined_in_place(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a recorded gradient whose parts are written into the flat vector as they come, not joined at the end."""
+    """Return a recorded gradient that writes its parts directly into the flat vector instead of joining them."""
     graph = module.graph
     cat, parts = parts_of(graph)
     given = next(node for node in graph.nodes if node.op == "placeholder")
-    if cat is None or len(shape_of(cat)) < 2 or _kind(given) != _kind(cat):
+    if cat is None or len(shape_of(cat)) < 2 or _shape_and_dtype(given) != _shape_and_dtype(cat):
         return module
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        room = graph.call_function(torch.empty_like, (given,))
+        whole = graph.call_function(torch.empty_like, (given,))
     for part in parts:
         if part.product is None:
             with graph.inserting_before(cat):
-                graph.call_function(_put, (room, part.begin, part.node))
+                graph.call_function(_put, (whole, part.begin, part.node))
         else:
             with graph.inserting_before(part.product):
-                graph.call_function(_multiply_into, (room, part.begin, *part.product.args))
-    return without_join(module, cat, room)
+                graph.call_function(_multiply_into, (whole, part.begin, *part.product.args))
+    return without_join(module, cat, whole)
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """A recorded step in the memory of theta: what is seen there, once for all steps, and what each step computes."""
+    """A recorded step in the memory of theta: views, created once for all steps, and the work of each step."""
 
-    look: fx.GraphModule  # theta to its views
-    move: fx.GraphModule  # (x, y, w, pull, lr, *views) to the loss, and what else is told
+    make_views: fx.GraphModule  # theta -> its views
+    move: fx.GraphModule  # (x, y, w, pull, lr, *views) -> the loss, and any further outputs
     move_only: fx.GraphModule  # the same without the loss
 
     def __call__(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
     ) -> tuple[Tensor, Tensor]:
-        """Move ``theta`` to ``theta + pull (w - theta) - lr g``, without a ``w`` to ``theta - lr g``."""
-        return theta, self.move(x, y, w, pull, lr, *self.look(theta))
+        """Move ``theta`` to ``theta + pull (w - theta) - lr g``, or to ``theta - lr g`` if ``w`` is None."""
+        return theta, self.move(x, y, w, pull, lr, *self.make_views(theta))
 
 
 def stepping(module: fx.GraphModule) -> InPlace | None:
-    """Return a recorded gradient as a step that is taken in the memory of theta, after everything else.
+    """Return a recorded gradient as a step in the memory of theta, which is taken after everything else.
 
-    None where a gradient is not made of parts, or what it is made of may have changed by then.
+    None if the gradient is not a join of parts, or if the step could change a part before it is used.
     """
     graph = module.graph
     cat, parts = separate_parts(module)
@@ -143,7 +143,7 @@ def stepping(module: fx.GraphModule) -> InPlace | None:
         return None
     given = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_after(given[-1]):
-        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # each before the last one
+        lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # inserted in reverse order
     with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
         graph.call_function(pull_, (given[0], w, pull))
         for part in parts:
@@ -152,30 +152,30 @@ def stepping(module: fx.GraphModule) -> InPlace | None:
 
 
 def in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
-    """Cut a recorded step, to (theta, loss, ...), into what only looks at theta and what moves it."""
-    seen: dict[fx.Node, fx.Node] = {}
-    look, move, move_only = fx.Graph(), fx.Graph(), fx.Graph()
+    """Split a recorded step, which returns (theta, loss, ...), into views of theta and the work of a step."""
+    viewed: dict[fx.Node, fx.Node] = {}
+    make_views, move, move_only = fx.Graph(), fx.Graph(), fx.Graph()
     views = views_of(theta)
     for node in module.graph.nodes:
-        if node is theta or (node in views and seen.keys() >= set(node.all_input_nodes)):
-            seen[node] = look.node_copy(node, seen.__getitem__)
-    handed = [node for node in seen if any(user not in seen for user in node.users)]
-    look.output(tuple(seen[node] for node in handed))
+        if node is theta or (node in views and viewed.keys() >= set(node.all_input_nodes)):
+            viewed[node] = make_views.node_copy(node, viewed.__getitem__)
+    shared = [node for node in viewed if any(user not in viewed for user in node.users)]
+    make_views.output(tuple(viewed[node] for node in shared))
     for graph in (move, move_only):
         known: dict[fx.Node, fx.Node] = {}
-        rest = [node for node in module.graph.nodes if node not in seen]
+        rest = [node for node in module.graph.nodes if node not in viewed]
         for node in (one for one in rest if one.op == "placeholder"):
             known[node] = graph.node_copy(node)
-        known |= {node: graph.placeholder(f"seen_{number}") for number, node in enumerate(handed)}
+        known |= {node: graph.placeholder(f"view_{number}") for number, node in enumerate(shared)}
         for node in (one for one in rest if one.op not in ("placeholder", "output")):
             known[node] = graph.node_copy(node, known.__getitem__)
         answer: Any = next(node for node in rest if node.op == "output").args[0]
-        told = [known[node] for node in answer[1 if graph is move else 2 :]]
-        graph.output(tuple(told) if len(told) > 1 else told[0] if told else None)
+        outputs = [known[node] for node in answer[1 if graph is move else 2 :]]
+        graph.output(tuple(outputs) if len(outputs) > 1 else outputs[0] if outputs else None)
     for node in reversed(move_only.nodes):
         if not node.users and node.op in ("call_function", "get_attr") and node.target not in WRITERS:
             move_only.erase_node(node)
-    return InPlace(*(called_directly(fx.GraphModule(module, graph)) for graph in (look, move, move_only)))
+    return InPlace(*(called_directly(fx.GraphModule(module, graph)) for graph in (make_views, move, move_only)))
 
 
 def subtract_(graph: fx.Graph, theta: fx.Node, part: Part, lr: fx.Node) -> None:
@@ -187,10 +187,10 @@ def subtract_(graph: fx.Graph, theta: fx.Node, part: Part, lr: fx.Node) -> None:
 
 
 def separate_parts(module: fx.GraphModule) -> tuple[fx.Node | None, list[Part]]:
-    """Return :func:`parts_of` a gradient from which theta may be changed in place; nothing where it may not."""
+    """Return :func:`parts_of` a gradient if theta may be updated in place with it; otherwise None and no parts."""
     cat, parts = parts_of(module.graph)
     theta = next(node for node in module.graph.nodes if node.op == "placeholder")
-    if cat is None or writes(module) or _kind(theta) != _kind(cat):
+    if cat is None or writes(module) or _shape_and_dtype(theta) != _shape_and_dtype(cat):
         return None, []
     own = views_of(theta)
     if any(node in own for part in parts for node in (part.node, *(part.product.args if part.product else ()))):
@@ -199,7 +199,7 @@ def separate_parts(module: fx.GraphModule) -> tuple[fx.Node | None, list[Part]]:
 
 
 def parts_of(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
-    """Return the node that joins the flat gradient, ``(K, P)`` of many clients or ``(P,)``, and what it is made of."""
+    """Return the node that joins the flat gradient, ``(K, P)`` of many clients or ``(P,)``, and its parts."""
     output = next(node for node in graph.nodes if node.op == "output")
     cat = output.args[0][0]
     if not isinstance(cat, fx.Node) or cat.target is not aten.cat.default or len(cat.users) > 1:
@@ -217,36 +217,36 @@ def parts_of(graph: fx.Graph) -> tuple[fx.Node | None, list[Part]]:
 
 
 def _product(part: fx.Node, clients: int) -> fx.Node | None:
-    """Return the product of matrices, one for each client, that a part is a plain view of; None if there is none."""
+    """Return the batched matrix product, one matrix per client, that a part is a view of; None if there is none."""
     node: Any = part
-    turned = False
+    transposed = False
     while node.target in VIEWS and len(node.users) == 1:
         if node.target is aten.transpose.int:
             if sorted(d % 3 for d in node.args[1:]) != [1, 2] or node.meta["val"].ndim != 3:
                 return None
-            turned = not turned
-        elif turned:
+            transposed = not transposed
+        elif transposed:
             return None
         node = node.args[0]
-    alone = node.target is aten.bmm.default and len(node.users) == 1 and not turned and node is not part
+    alone = node.target is aten.bmm.default and len(node.users) == 1 and not transposed and node is not part
     return node if alone and shape_of(node)[0] == clients else None
 
 
 def views_of(given: fx.Node) -> set[fx.Node]:
-    """Return the nodes that lie in the memory of a given tensor."""
+    """Return the nodes that share the memory of a given tensor."""
     views = {given}
     for node in given.graph.nodes:
         target: Any = node.target
-        looks = target in (operator.getitem, place_in, *RESHAPES)
+        is_view = target in (operator.getitem, place_in, *RESHAPES)
         if isinstance(target, torch._ops.OpOverload):
-            looks = looks or any(argument.alias_info is not None for argument in target._schema.arguments)
-        if looks and not views.isdisjoint(node.all_input_nodes):
+            is_view = is_view or any(argument.alias_info is not None for argument in target._schema.arguments)
+        if is_view and not views.isdisjoint(node.all_input_nodes):
             views.add(node)
     return views
 
 
 def without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.GraphModule:
-    """Let ``whole`` stand for the joined vector, and remove what the join was made of."""
+    """Replace the joined vector by ``whole``, and remove the join with its inputs."""
     cat.replace_all_uses_with(whole, delete_user_cb=lambda user: user.op == "output")
     remove(cat)
     module.recompile()
@@ -254,17 +254,17 @@ def without_join(module: fx.GraphModule, cat: fx.Node, whole: fx.Node) -> fx.Gra
 
 
 def remove(node: fx.Node) -> None:
-    """Remove a node that nothing uses, and the views and products that were for it alone."""
-    idle = [node]
-    while idle:  # no others: a node without users may write in place
-        node = idle.pop()
+    """Remove an unused node, and the views and products that only it used."""
+    unused = [node]
+    while unused:  # only these: another node without users may write in place
+        node = unused.pop()
         if not node.users:
-            idle += [given for given in node.all_input_nodes if given.target in (*VIEWS, aten.bmm.default)]
+            unused += [given for given in node.all_input_nodes if given.target in (*VIEWS, aten.bmm.default)]
             node.graph.erase_node(node)
 
 
 def _compute_constants(module: fx.GraphModule) -> None:
-    """Put a tensor in the place of each node that depends on shapes alone, where another node needs it."""
+    """Replace each node that depends only on shapes, and that another node uses, by a tensor."""
     graph, known = module.graph, dict[fx.Node, Tensor]()
     operators: dict[fx.Node, Callable[..., Tensor]] = {
         node: node.target for node in graph.nodes if node.op == "call_function"
@@ -287,7 +287,7 @@ def _compute_constants(module: fx.GraphModule) -> None:
 
 
 def _drops_summed(node: fx.Node, total: Any) -> bool:
-    """Whether a view does nothing but drop the dimensions that were summed over and kept."""
+    """Whether a view only drops the dimensions that a sum with ``keepdim`` has kept."""
     if total.target is not aten.sum.dim_IntList or total.args[2:] != (True,) or len(total.users) > 1:
         return False
     if not total.args[1]:
@@ -297,7 +297,7 @@ def _drops_summed(node: fx.Node, total: Any) -> bool:
     return shape_of(node) == tuple(size for d, size in enumerate(shape) if d not in summed)
 
 
-def _turns_back(node: fx.Node, before: fx.Node) -> bool:
+def _undoes_transpose(node: fx.Node, before: fx.Node) -> bool:
     return before.target is aten.transpose.int and node.args[1:] == before.args[1:]
 
 
@@ -307,31 +307,31 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """Return the shape of what a node gives."""
+    """Return the shape of a node's result."""
     return tuple(node.meta["val"].shape)
 
 
-def _kind(node: fx.Node) -> tuple[object, ...]:
+def _shape_and_dtype(node: fx.Node) -> tuple[object, ...]:
     return shape_of(node), node.meta["val"].dtype
 
 
-def _put(room: Tensor, begin: int, part: Tensor) -> None:
-    room.narrow(1, begin, part.shape[1]).copy_(part)
+def _put(whole: Tensor, begin: int, part: Tensor) -> None:
+    whole.narrow(1, begin, part.shape[1]).copy_(part)
 
 
-def _multiply_into(room: Tensor, begin: int, a: Tensor, b: Tensor) -> None:
+def _multiply_into(whole: Tensor, begin: int, a: Tensor, b: Tensor) -> None:
     rows, columns = a.shape[1], b.shape[2]
-    torch.bmm(a, b, out=room.narrow(1, begin, rows * columns).view(len(a), rows, columns))
+    torch.bmm(a, b, out=whole.narrow(1, begin, rows * columns).view(len(a), rows, columns))
 
 
 def pull_(theta: Tensor, w: Tensor | None, pull: float) -> None:
-    """Move theta towards ``w``, if there is one."""
+    """Move theta towards ``w``, if given."""
     if w is not None:
         theta.lerp_(w, pull)
 
 
 def place_in(theta: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the values of each client from ``begin`` on, as they lie in theta."""
+    """Return a view of each client's values from ``begin`` on in theta."""
     return theta.narrow(-1, begin, math.prod(shape)).view(*theta.shape[:-1], *shape)
 
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Kernels of our own for a GPU, written in Triton, which comes with PyTorch where it is built for one.
+"""GPU kernels written in Triton, which is installed with GPU builds of PyTorch.
 
-Each does in one pass over memory what takes PyTorch several. Rows of all clients are a grid's first axis, the only one
-that may be longer than 65,535.
+Each does in one pass over memory what takes PyTorch several. The first axis of a grid, the only one that may be longer
+than 65,535, runs over the rows of all clients.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tdpfed.fast.convolution import Geometry
 
 COLUMNS = 64
-"""Columns r that a program computes; a row of them is what memory gives at once."""
+"""Columns per program instance; one row of them is one coalesced memory access."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _differences(a, theta, out, in_a, in_theta, scale, N, k_a, k_theta, k_out, C
 
 
 def contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-    """Return ``(partial * other).sum(dim)`` without the product in memory; ``out`` may lie in a larger tensor.
+    """Return ``(partial * other).sum(dim)`` without storing the product; ``out`` may be a view of a larger tensor.
 
     ``partial`` is ``(K, I, J, R)``; ``dim`` is -2 with ``other`` ``(K, 1, J, R)``, or -3 with ``(K, I, 1, R)``.
     """
@@ -70,8 +70,8 @@ def contract(partial: Tensor, other: Tensor, dim: int, out: Tensor | None = None
     partial, other = partial.contiguous(), other.squeeze(1 if dim == -2 else 2)
     kept, summed, by_kept, by_summed = (i, j, j * rank, rank) if dim == -2 else (j, i, rank, j * rank)
     out = partial.new_empty(k, kept, rank) if out is None else out
-    assert out.shape == (k, kept, rank), "out: another shape"
-    assert out.stride()[1:] == (rank, 1), "out: its rows must lie one after another"
+    assert out.shape == (k, kept, rank), "out: wrong shape"
+    assert out.stride()[1:] == (rank, 1), "out: rows must be contiguous"
     strides = (i * j * rank, by_kept, by_summed, other.stride(0), other.stride(1), out.stride(0))
     rows = min(32, triton.next_power_of_2(summed))
     with torch.cuda.device(partial.device):
@@ -95,7 +95,7 @@ def khatri_rao(a: Tensor, b: Tensor) -> Tensor:
 
 
 def differences(a: Tensor, theta: Tensor, out: Tensor, in_a: Tensor, in_theta: Tensor, scale: float) -> None:
-    """Write ``scale (a - theta)``, at places ``(N,)`` of flat vectors ``(..., Q)`` and ``(..., P)``, into ``out``."""
+    """Write ``scale (a - theta)``, at indices ``(N,)`` of flat vectors ``(..., Q)`` and ``(..., P)``, into ``out``."""
     clients = math.prod(a.shape[:-1])
     with torch.cuda.device(a.device):
         _differences[(clients, triton.cdiv(len(in_a), 256))](
@@ -104,7 +104,7 @@ def differences(a: Tensor, theta: Tensor, out: Tensor, in_a: Tensor, in_theta: T
 
 
 @triton.jit
-def _seen(x, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_x, c_x, SIZE: tl.constexpr):
+def _patches(x, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_x, c_x, SIZE: tl.constexpr):
     """``out[(g, c, i, j), (b, p, q)] = x[b, (g, c), p sh + i dh - ph, q sw + j dw - pw]``, 0 outside."""
     n = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     row = tl.program_id(0)
@@ -118,7 +118,7 @@ def _seen(x, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_x, c_x, SIZ
 
 @triton.jit
 def _put_back(cols, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_out, c_out, SIZE: tl.constexpr):
-    """The transpose of :func:`_seen`: every pixel is the sum of the places where it was seen."""
+    """The transpose of :func:`_patches`: every pixel is the sum over the patches that contain it."""
     pixel = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     channel = tl.program_id(0).to(tl.int64)
     images = N // (HO * WO)
@@ -135,13 +135,13 @@ def _put_back(cols, out, H, W, KH, KW, HO, WO, N, sh, sw, ph, pw, dh, dw, b_out,
 
 
 def patches(x: Tensor, geometry: "Geometry") -> Tensor:
-    """Return what each output position sees, ``(G, C kh kw, B Ho Wo)``, of ``x`` ``(B, G C, H, W)``."""
+    """Return the input patch of each output position, ``(G, C kh kw, B Ho Wo)``, for ``x`` ``(B, G C, H, W)``."""
     x = x.contiguous()
     channels, n = x.shape[1], geometry.positions * len(x)
     kernel = geometry.kernel[0] * geometry.kernel[1]
     out = x.new_empty(geometry.groups, channels // geometry.groups * kernel, n)
     with torch.cuda.device(x.device):
-        _seen[(channels * kernel, triton.cdiv(n, 512))](x, out, *_numbers(x.shape, geometry, n), 512)
+        _patches[(channels * kernel, triton.cdiv(n, 512))](x, out, *_numbers(x.shape, geometry, n), 512)
     return out
 
 

@@ -1,10 +1,10 @@
-"""Local work of many clients at once: the numbers of :mod:`tdpfed.core.plain`, up to rounding, in less time."""
+"""Local work of many clients at once: the results of :mod:`tdpfed.core.plain` up to rounding, in less time."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan
+from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_steps
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.factors import FastFactors
@@ -12,7 +12,7 @@ from tdpfed.fast.gradient import RecordedGradient
 
 
 class FastLocal(LocalWork):
-    """Local work on recorded gradients; ``used`` collects which kinds of work a method asks for."""
+    """Local work on recorded gradients; ``used`` collects the kinds of work that a method uses."""
 
     def __init__(
         self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: RecordedGradient, used: set[str]
@@ -54,12 +54,13 @@ class FastLocal(LocalWork):
         momentum: float = 0.0,
         steps: int = 1,
     ) -> Near:
-        """Take Nesterov steps, plain gradient steps at momentum 0."""
+        """Take Nesterov steps; at momentum 0 these are plain gradient steps."""
+        check_steps(steps)
         self._used.add("plain steps" if steps > 1 and momentum == 0 else "proximal")
         return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
-        """Begin to move factors."""
+        """Return the factors, ready to be updated."""
         self._used.add("factors")
         assert isinstance(plan, FactorPlan)
         return FastFactors.start(plan, a, rule, private)

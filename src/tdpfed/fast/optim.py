@@ -1,4 +1,4 @@
-"""The rules of :mod:`tdpfed.core.optim`, faster: steps in memory that already exists, or as one kernel."""
+"""Faster versions of the update rules of :mod:`tdpfed.core.optim`: steps in place, or as a single kernel."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -11,20 +11,20 @@ from tdpfed.core import optim
 from tdpfed.core.optim import Moments
 
 Pieces = Sequence[tuple[int, Tensor]]
-"""A gradient in pieces ``(K, m)``, each with where in the whole it begins."""
+"""A gradient in pieces ``(K, m)``, each with its start in the whole."""
 
 InPlace = Callable[[Tensor, Pieces, Moments], Callable[[int], None]]
 
 CACHE_LINE = 64
-"""Bytes; PyTorch's memory on a CPU begins at a multiple of it."""
+"""Bytes; PyTorch aligns memory on a CPU to this."""
 
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
 
 class FastOptimizer(NamedTuple):
-    """An update rule that can also move ``a`` ``(K, n)`` and its state where they lie, on a CPU.
+    """An update rule that can also update ``a`` ``(K, n)`` and its state in place, on a CPU.
 
-    ``in_place(a, gradient, state)`` returns ``step(count)``, which uses what then lies in the pieces of the gradient.
+    ``in_place(a, gradient, state)`` returns ``step(count)``, which uses the current values of the gradient's pieces.
     """
 
     init: Callable[[Tensor], Moments]
@@ -33,7 +33,7 @@ class FastOptimizer(NamedTuple):
 
 
 def aligned_empty(theta: Tensor) -> Tensor:
-    """Return room for ``theta`` ``(K, P)``; on a CPU rows begin at whole cache lines, where products write fastest."""
+    """Return an empty tensor like ``theta`` ``(K, P)``; on a CPU rows are aligned to cache lines, for fast writes."""
     if theta.ndim < 2 or theta.device.type != "cpu":
         return torch.empty_like(theta, memory_format=torch.contiguous_format)
     size, line = theta.shape[-1], CACHE_LINE // theta.element_size()
@@ -41,25 +41,25 @@ def aligned_empty(theta: Tensor) -> Tensor:
 
 
 def aligned_copy(theta: Tensor) -> Tensor:
-    """Return a copy to take steps in."""
+    """Return a copy of ``theta`` in which steps can be taken."""
     return aligned_empty(theta).copy_(theta)
 
 
 def is_aligned(theta: Tensor) -> bool:
-    """Whether the rows of ``theta`` ``(K, P)`` are its own and begin at whole cache lines."""
+    """Whether the rows of ``theta`` ``(K, P)`` share no memory and are aligned to cache lines."""
     line = CACHE_LINE // theta.element_size()
     return theta.stride(-1) == 1 and theta.stride(0) == -(-theta.shape[-1] // line) * line
 
 
 def after_gradient(theta: Tensor, g: Tensor, anchor: Tensor | None, pull: float, lr: float) -> Tensor:
-    """Return ``theta + pull (anchor - theta) - lr g``, without an anchor ``theta - lr g``; may overwrite ``g``."""
+    """Return ``theta + pull (anchor - theta) - lr g``, or ``theta - lr g`` without an anchor; may overwrite ``g``."""
     if anchor is None:
         return torch.add(theta, g, alpha=-lr, out=g)
     return torch.lerp(theta, anchor, pull).sub_(g, alpha=lr)
 
 
 def adam(lr: float, *, counting: bool = False) -> FastOptimizer:
-    """Return :func:`tdpfed.core.optim.adam` as one pass: PyTorch's fused step on a CPU, a kernel on a GPU."""
+    """Return :func:`tdpfed.core.optim.adam` in one pass: PyTorch's fused step on a CPU, a single kernel on a GPU."""
     textbook = optim.adam(lr, counting=counting)
 
     def step(a: Tensor, g: Tensor, state: Moments, count: int) -> tuple[Tensor, Moments]:
@@ -74,7 +74,7 @@ def adam(lr: float, *, counting: bool = False) -> FastOptimizer:
         return moved, new
 
     def in_place(a: Tensor, gradient: Pieces, state: Moments) -> Callable[[int], None]:
-        # Client by client, so that the bits of one do not depend on which others are computed with it.
+        # Client by client, so that a client's bits do not depend on which others are computed with it.
         values, means, squares = (
             [row for begin, piece in gradient for row in tensor.narrow(1, begin, piece.shape[1]).unbind()]
             for tensor in (a, *state[:2])

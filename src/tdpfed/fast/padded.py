@@ -1,8 +1,8 @@
-"""Factors of many clients in a flat vector whose ranks are padded to the sizes that matrix products like.
+"""Factors of many clients in a flat vector, with ranks padded to sizes that are fast in matrix products.
 
-Matrix units of a GPU read rows of a multiple of eight values several times as fast as others; a CPU multiplies by such
-ranks up to a fifth faster, and by 16 columns twice as fast as by fewer. So ranks, and on a GPU dense parameters, are
-padded with zeros: a column that is zero in all factors of a tensor has gradient zero and stays zero.
+The matrix units of a GPU read rows of a multiple of eight values several times as fast as other rows. A CPU multiplies
+by such ranks up to a fifth faster, and by 16 columns twice as fast as by fewer. So ranks, and on a GPU dense
+parameters, are padded with zeros: a column that is zero in all factors of a tensor has gradient zero and stays zero.
 """
 
 import math
@@ -20,27 +20,27 @@ from tdpfed.fast.factor_algebra import SMALL_MATRIX_VALUES, compose, residual_gr
 RANK_MULTIPLE = 8
 
 SMALLEST_CPU_RANK = 16
-"""Columns below which a CPU's products take other, slower kernels."""
+"""Number of columns below which a CPU uses slower kernels for products."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """A plan's factors ``(..., Q)`` padded to ``(..., Q')``, and what is computed with them there."""
+    """A plan's factors ``(..., Q)`` padded to ``(..., Q')``, and the computations on them."""
 
     outer: FactorPlan
     padded: bool
-    device: str = "cuda"  # what it is padded for
+    device: str = "cuda"  # the device that sizes are padded for
 
     def pack(self, a: Tensor) -> Tensor:
-        """Take factors in."""
+        """Return packed factors."""
         return self._spread(a, "factors")
 
     def unpack(self, a: Tensor) -> Tensor:
-        """Give factors back."""
+        """Return the factors from their packed form."""
         return self._gathered(a, "factors")
 
     def target(self, theta: Tensor) -> Tensor:
-        """Take parameters ``(..., P)`` in, which the factors are to come near to."""
+        """Return packed parameters ``(..., P)``, the target that the factors are fitted to."""
         return self._spread(theta, "dense")
 
     def compose(self, a: Tensor) -> Tensor:
@@ -53,15 +53,15 @@ class Workspace:
 
     @property
     def plan(self) -> FactorPlan:
-        """The plan of what is packed."""
+        """The plan of the packed factors."""
         return padded_plan(self.outer, self.device) if self.padded else self.outer
 
     def _spread(self, flat: Tensor, layout: str) -> Tensor:
         inner: Layout = getattr(self.plan, layout)
         if inner.size == flat.shape[-1]:
             return flat
-        room = flat.new_zeros(*flat.shape[:-1], inner.size)
-        return room.index_copy(-1, _places(self.outer, self.plan, layout, flat.device), flat)
+        padded = flat.new_zeros(*flat.shape[:-1], inner.size)
+        return padded.index_copy(-1, _places(self.outer, self.plan, layout, flat.device), flat)
 
     def _gathered(self, flat: Tensor, layout: str) -> Tensor:
         outer: Layout = getattr(self.outer, layout)
@@ -71,7 +71,7 @@ class Workspace:
 
 
 def is_large_matrix(shape: Sequence[int]) -> bool:
-    """Whether a CPU is better off without the residual of a matrix of this shape."""
+    """Whether a CPU is faster if it does not form the residual of a matrix of this shape."""
     return len(shape) == 2 and math.prod(shape) >= SMALL_MATRIX_VALUES
 
 
@@ -94,10 +94,10 @@ def padded_plan(plan: FactorPlan, device: str) -> FactorPlan:
 
 
 @lru_cache(8)
-def _places(plan: FactorPlan, filled: FactorPlan, layout: str, device: torch.device) -> Tensor:
-    """Return where each value of the plan's vector lies in the filled-up one."""
+def _places(plan: FactorPlan, padded: FactorPlan, layout: str, device: torch.device) -> Tensor:
+    """Return the index of each value of the plan's vector in the padded vector."""
     outer: Layout = getattr(plan, layout)
-    inner: Layout = getattr(filled, layout)
+    inner: Layout = getattr(padded, layout)
     numbered = inner.split(torch.arange(inner.size))
     within = [
         number[tuple(slice(size) for size in shape)] for number, shape in zip(numbered, outer.shapes, strict=True)
@@ -106,5 +106,5 @@ def _places(plan: FactorPlan, filled: FactorPlan, layout: str, device: torch.dev
 
 
 def rounded_up(size: int) -> int:
-    """Return the next size that products like."""
+    """Return the next multiple of ``RANK_MULTIPLE``."""
     return -(-size // RANK_MULTIPLE) * RANK_MULTIPLE

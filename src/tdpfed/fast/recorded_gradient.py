@@ -1,7 +1,7 @@
-"""A gradient recorded once as a graph of tensor operators, put in better order, and replayed.
+"""A gradient recorded once as a graph of tensor operators, rewritten for speed, and replayed.
 
 Recording strips the overhead of the function transforms, which for small models costs as much as the arithmetic.
-:mod:`tdpfed.fast.graph_rewrites` changes the graph; on a GPU convolutions become matrix products.
+:mod:`tdpfed.fast.graph_rewrites` rewrites the graph; on a GPU, convolutions become matrix products.
 """
 
 import threading
@@ -16,7 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.fast.convolution import as_products
 from tdpfed.fast.first_layer import FirstLayer, first_layer
-from tdpfed.fast.graph_rewrites import InPlace, called_directly, joined_in_place, shortened, stepping, without_idle
+from tdpfed.fast.graph_rewrites import (
+    InPlace,
+    called_directly,
+    joined_in_place,
+    simplified,
+    stepping,
+    without_unit_products,
+)
 from tdpfed.fast.optim import after_gradient
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -25,17 +32,17 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Ten
 Kept = TypeVar("Kept")
 
 RECORDINGS = 64
-"""Kinds of input a recorded gradient is kept for: as many numbers of clients as come up where that varies."""
+"""Maximum number of recordings, one per kind of input: the number of clients may vary from call to call."""
 
 ONE_AT_A_TIME = threading.RLock()
-"""Held while a model's ``forward`` runs: a call with other parameters, and recording, change the module meanwhile."""
+"""Held while a model's ``forward`` runs: functional calls and recording modify the module temporarily."""
 
 
 class Replayed:
     """A gradient, recorded once per kind of input and replayed: the same operations, and so the same bits.
 
-    A function that cannot be recorded (its path depends on values) is called as it is. What a model's ``forward`` does
-    outside of tensors happens at recording only. The ``RECORDINGS`` latest kinds are kept.
+    A function that cannot be recorded (its control flow depends on values) is called directly. Side effects of a
+    model's ``forward`` happen only during recording. The ``RECORDINGS`` latest kinds are kept.
     """
 
     def __init__(self, function: Gradient) -> None:
@@ -55,9 +62,9 @@ class Replayed:
         return self._steps.of(theta, x, y)(theta, x, y, anchor, pull, lr)
 
     def mover(self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor | None, pull: float, lr: float) -> "Mover":
-        """Return what takes such steps in the memory of ``theta``, on minibatches of this kind."""
+        """Return an object that takes such steps in the memory of ``theta``, on minibatches of this kind."""
         step = self._steps.of(theta, x, y)
-        return Mover(theta, anchor, pull, lr, step, step.look(theta) if isinstance(step, InPlace) else ())
+        return Mover(theta, anchor, pull, lr, step, step.make_views(theta) if isinstance(step, InPlace) else ())
 
     def steps_(
         self, theta: Tensor, x: Tensor, y: Tensor, anchor: Tensor, pull: float, lr: float, count: int
@@ -65,7 +72,7 @@ class Replayed:
         """Take ``count`` such steps on one minibatch; return the parameters and the loss before the last step."""
         step = self._steps.of(theta, x, y)
         if isinstance(step, InPlace):
-            views = step.look(theta)
+            views = step.make_views(theta)
             for _ in range(count - 1):
                 step.move_only(x, y, anchor, pull, lr, *views)
             return theta, step.move(x, y, anchor, pull, lr, *views)
@@ -74,17 +81,17 @@ class Replayed:
         return theta, loss
 
     def first_layer(self, theta: Tensor, x: Tensor, y: Tensor) -> FirstLayer | None:
-        """Return the gradient cut at its first layer, if several steps on one minibatch are less work so."""
+        """Return the gradient cut at its first layer, if this saves work in several steps on one minibatch."""
         return self._first_layers.of(theta, x, y)
 
     def _recorded_gradient(self, theta: Tensor, x: Tensor, y: Tensor) -> Gradient:
         def make() -> Gradient:
             graph = joined_in_place(self._record(theta, x, y))
             made = as_products(graph) if theta.is_cuda else called_directly(graph)
-            made(theta, x, y)  # what does not run is not kept
+            made(theta, x, y)  # checks that it runs
             return made
 
-        return _tried(make) or self._alone
+        return _tried(make) or self._unrecorded
 
     def _recorded_step(self, theta: Tensor, x: Tensor, y: Tensor) -> Step:
         def make() -> Step | None:
@@ -92,8 +99,8 @@ class Replayed:
             if made is not None:
                 own = theta.clone()
                 made(own, x, y, theta, 0.5, 0.0)
-                made.move_only(x, y, None, 0.0, 0.0, *made.look(own))
-                if not _follows(made, own):
+                made.move_only(x, y, None, 0.0, 0.0, *made.make_views(own))
+                if not _views_share_memory(made, own):
                     return None
             return made
 
@@ -103,7 +110,7 @@ class Replayed:
         def make() -> FirstLayer | None:
             made = first_layer(self._record(theta, x, y)) if theta.ndim == 2 and _steps_in_place(theta) else None
             if made is not None:
-                if not _follows(made.step, theta):
+                if not _views_share_memory(made.step, theta):
                     return None
                 made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
                 made.steps_with_momentum(theta.clone(), x, y, theta, 0.5, 0.0, 0.5, 2)
@@ -112,13 +119,13 @@ class Replayed:
         return _tried(make)
 
     def _record(self, theta: Tensor, x: Tensor, y: Tensor) -> fx.GraphModule:
-        def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # a signature that make_fx can read
+        def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # make_fx needs this signature
             return self._function(theta, x, y)
 
-        graph = without_idle(make_fx(record)(theta, x, y))
-        return shortened(graph) if theta.device.type == "cpu" else graph
+        graph = without_unit_products(make_fx(record)(theta, x, y))
+        return simplified(graph) if theta.device.type == "cpu" else graph
 
-    def _alone(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _unrecorded(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with ONE_AT_A_TIME:
             return self._function(theta, x, y)
 
@@ -138,7 +145,7 @@ class Mover:
     pull: float
     lr: float
     step: Step
-    views: tuple[Tensor, ...]  # of theta, if the step is taken there anyway
+    views: tuple[Tensor, ...]  # of theta, for a step in place
 
     def move(self, x: Tensor, y: Tensor) -> None:
         """Take a step on a minibatch."""
@@ -158,14 +165,14 @@ class Mover:
 
 
 class _Recordings(Generic[Kept]):
-    """What ``make`` gives for each kind of input, the latest ``RECORDINGS`` of them."""
+    """The results of ``make`` for the latest ``RECORDINGS`` kinds of input."""
 
     def __init__(self, make: Callable[[Tensor, Tensor, Tensor], Kept]) -> None:
         self._make = make
         self._known: OrderedDict[tuple[object, ...], tuple[Kept]] = OrderedDict()
 
     def of(self, theta: Tensor, x: Tensor, y: Tensor) -> Kept:
-        """Return it for inputs of this kind."""
+        """Return the result for inputs of this kind."""
         kind = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (theta, x, y))
         found = self._known.get(kind)
         if found is None:
@@ -178,7 +185,7 @@ class _Recordings(Generic[Kept]):
 
 
 def _tried(make: Callable[[], Kept | None]) -> Kept | None:
-    """Return what ``make`` gives; None if something stops it, which the function as it is will show."""
+    """Return the result of ``make``, or None on an error; calling the function directly will raise it."""
     try:
         return make()
     except (MemoryError, torch.OutOfMemoryError):
@@ -187,12 +194,12 @@ def _tried(make: Callable[[], Kept | None]) -> Kept | None:
         return None
 
 
-def _follows(step: InPlace, theta: Tensor) -> bool:
-    """Whether what a step sees of theta lies there: what is no view would not follow the steps."""
+def _views_share_memory(step: InPlace, theta: Tensor) -> bool:
+    """Whether a step's views share the memory of theta; a copy would not change with it."""
     here = theta.untyped_storage().data_ptr()
-    return all(view.untyped_storage().data_ptr() == here for view in step.look(theta))
+    return all(view.untyped_storage().data_ptr() == here for view in step.make_views(theta))
 
 
 def _steps_in_place(theta: Tensor) -> bool:
-    apart = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # expanded rows share memory: no in-place step
-    return theta.device.type == "cpu" and theta.stride(-1) == 1 and apart
+    separate = theta.ndim < 2 or theta.stride(0) >= theta.shape[-1]  # expanded rows share memory: no in-place step
+    return theta.device.type == "cpu" and theta.stride(-1) == 1 and separate

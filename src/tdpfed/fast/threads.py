@@ -1,9 +1,8 @@
-"""Groups of clients side by side on a CPU: one thread for each, instead of all threads in one small product.
+"""Groups of clients in parallel on a CPU: one thread per group, instead of all threads in one small product.
 
-No thread waits for another within a step. What a group computes does not depend on how many there are, so neither do
-its bits. A group is as large as it can be: between two operators a thread waits for Python's lock, and fewer operators
-on more clients wait less. The thread that asks computes too: of two that are woken at once, the system may put both on
-one core for a while.
+No thread waits for another within a step. The results of a group, bit for bit, do not depend on the number of groups.
+Groups are as large as possible: a thread waits for Python's lock between operators, and fewer operators on more clients
+wait less. The calling thread computes too: the system may place two newly woken threads on the same core for a while.
 """
 
 import threading
@@ -19,30 +18,30 @@ import torch
 Result = TypeVar("Result")
 
 QUIET_PARAMETERS = 16_000_000
-"""Parameters of a round's clients up to which one thread does the work between the groups of one round and the next:
-OpenMP's threads spin for milliseconds after each operator, on cores that the groups would need."""
+"""Parameters of all clients of a round up to which a single thread does the work between parallel phases: OpenMP's
+threads spin for milliseconds after each operator, on cores that the groups need."""
 
 
 class StoppedError(Exception):
-    """Raised in a group when the round is not wanted any more."""
+    """Raised in a group when the round is canceled."""
 
 
 class Groups:
-    """Threads that compute groups; they live as long as this does."""
+    """Threads that compute groups; they live as long as this object."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
-        self._shape = (0, 0)  # threads beside the asking one, and what each may use within a product
+        self._shape = (0, 0)  # helper threads, and threads that each may use within an operator
         self._stopping = threading.Event()
-        self._all = 0  # threads there are, while fewer are used
+        self._all = 0  # number of threads available, while fewer are in use
 
     def check(self) -> None:
-        """Raise :class:`StoppedError` in a group if another has failed or the user has had enough."""
+        """Raise :class:`StoppedError` in a group if another has failed or the user has interrupted."""
         if self._stopping.is_set():
             raise StoppedError
 
     def compute(self, tasks: Sequence[Callable[[], Result]], threads: int, within: int) -> list[Result]:
-        """Return what the tasks give, in their order, ``threads`` at a time with ``within`` threads in each.
+        """Return the results of the tasks, in order, ``threads`` at a time with ``within`` threads in each.
 
         If one fails the others are stopped, and what it raised is raised.
         """
@@ -55,24 +54,24 @@ class Groups:
 
     @property
     def threads(self) -> int:
-        """How many threads there are, whatever is being used."""
+        """The number of threads available, even while fewer are in use."""
         return self._all or torch.get_num_threads()
 
     @contextmanager
     def using(self, threads: int) -> Iterator[None]:
-        """Have operators use so many threads for a while."""
+        """Let operators use this many threads inside the context."""
         before, outermost = torch.get_num_threads(), not self._all
         try:
             self._all = self.threads
             torch.set_num_threads(threads)
             yield
         finally:
-            torch.set_num_threads(before)  # what a thread sets for itself, MKL takes for all
+            torch.set_num_threads(before)  # MKL applies the setting of one thread to all
             self._all = 0 if outermost else self._all
 
     def _side_by_side(self, tasks: Sequence[Callable[[], Result]], helpers: int, within: int) -> list[Result]:
         left, results = deque(enumerate(tasks)), dict[int, Result]()
-        self._stopping = stopping = threading.Event()  # of this call alone
+        self._stopping = stopping = threading.Event()  # for this call only
         mode = torch.inference_mode if torch.is_inference_mode_enabled() else nullcontext  # each thread has its own
 
         def work() -> None:
@@ -94,13 +93,13 @@ class Groups:
         except BaseException as error:  # also Ctrl-C
             own = error
             stopping.set()
-            wait(futures)  # a second Ctrl-C leaves them to themselves: they stop all the same
+            wait(futures)  # after a second Ctrl-C nobody waits for them, but they still stop
         failed = [one for one in (own, *(future.exception() for future in futures)) if one is not None]
         if failed:
             try:
                 raise min(failed, key=lambda one: isinstance(one, StoppedError))
             finally:
-                del own, failed, futures  # they hold this frame, and it what the round has computed
+                del own, failed, futures  # these reference this frame, which references the round's results
         return [results[number] for number in range(len(tasks))]
 
     def _pool(self, threads: int, within: int) -> ThreadPoolExecutor:

@@ -1,6 +1,6 @@
-"""Factors of many clients on a CPU, moved where they lie: large matrices have their factors transposed, ``(R, I)``.
+"""Factors of many clients on a CPU, updated in place; the factors of large matrices are stored transposed, ``(R, I)``.
 
-Products by any rank are then as fast as by a padded one.
+Products are then as fast for any rank as for a padded one.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ from tdpfed.fast.optim import InPlace
 from tdpfed.fast.padded import Workspace, is_large_matrix, rounded_up
 
 VALUES_PER_BLOCK = 600_000
-"""About how many packed values are moved together: with moments and gradients a few megabytes."""
+"""Approximate number of packed values per block: a few megabytes with moments and gradients."""
 
 CLIENTS_PER_BLOCK = 4
-"""Clients that are moved together however large they are: small tensors are slow alone.
+"""Minimum number of clients per block, whatever their size: small tensors are slow one at a time.
 
-Below three the bits of a client could depend on which others are computed with it.
+With fewer than three, a client's bits could depend on which others are computed with it.
 """
 
 
@@ -34,22 +34,22 @@ Below three the bits of a client could depend on which others are computed with 
 class Transposed(Workspace):
     """A workspace on a CPU for steps in place, ``(K, Q)`` packed to ``(K, Q')``: factors of large matrices transposed.
 
-    Between the two factors of a matrix is room for the matrix that they are fitted to: one product gives both the
-    second factor's product with that matrix and its Gram matrix.
+    Space for the target matrix is reserved between its two factors: one product then computes both the second
+    factor's product with the target and its Gram matrix.
     """
 
     padded: bool = True
     device: str = "cpu, transposed"
 
     def pack(self, a: Tensor) -> Tensor:
-        """Take factors in; a copy."""
-        room = a.new_zeros(len(a), self._inner.size)
-        for own, given in zip(self._factors(room), self.outer.factors.split(a), strict=True):
+        """Return a packed copy of the factors."""
+        packed = a.new_zeros(len(a), self._inner.size)
+        for own, given in zip(self._factors(packed), self.outer.factors.split(a), strict=True):
             own[tuple(map(slice, given.shape))].copy_(given)
-        return room
+        return packed
 
     def unpack(self, a: Tensor) -> Tensor:
-        """Give factors back; a copy."""
+        """Return a copy of the factors from their packed form."""
         shapes = self.outer.factors.shapes
         return self.outer.factors.join(
             [own[(slice(None), *map(slice, shape))] for own, shape in zip(self._factors(a), shapes, strict=True)]
@@ -89,14 +89,14 @@ class Transposed(Workspace):
     ) -> None:
         """Take optimizer steps on ``scale/2 ||target - compose(a)||^2`` in the memory of ``a`` and of the state.
 
-        All steps of a few clients, then those of the next: what a step touches stays in the caches for the following
-        one. ``low_rank`` is ``target - compose(a)`` before the first step, where that is known.
+        All steps of a block of clients are taken before those of the next block, so that data stay in the caches
+        between steps. ``low_rank`` is ``target - compose(a)`` before the first step, if known.
         """
         blocks = max(1, len(a) // max(CLIENTS_PER_BLOCK, VALUES_PER_BLOCK // a.shape[1]))
         given = (a, target, *state) if low_rank is None else (a, target, *state, low_rank.slopes, low_rank.inputs)
         for own, near, *others in zip(*(tensor.tensor_split(blocks) for tensor in given), strict=True):
-            beside = None if low_rank is None else low_rank._replace(slopes=others[-2], inputs=others[-1])
-            gradient, pieces = self.residual(own, near, scale, beside)
+            block = None if low_rank is None else low_rank._replace(slopes=others[-2], inputs=others[-1])
+            gradient, pieces = self.residual(own, near, scale, block)
             step = rule(own, pieces, tuple(others[: len(state)]))
             for count in counts:
                 gradient()
@@ -107,30 +107,30 @@ class Transposed(Workspace):
     ) -> tuple[Callable[[], None], list[tuple[int, Tensor]]]:
         """Return a function that computes the gradient of ``scale/2 ||target - compose(a)||^2``, and its pieces.
 
-        The function takes the factors that lie in the memory of ``a`` when it is called; the target is copied into its
-        room there until the next call. The gradient is written to one tensor ``(K, n)`` per transposed factor, which a
-        product fills fastest, and to one for the entries between them; each comes with where in ``a`` it begins.
-        ``low_rank`` is ``target - compose(a)`` as it is now, where that is known.
+        The function uses the values of ``a`` at the time of each call; the target is copied into its reserved space in
+        ``a``. The gradient is written to one tensor ``(K, n)`` per transposed factor, the fastest output of a product,
+        and to one for the entries between them; each comes with its start in ``a``. ``low_rank`` is the current
+        ``target - compose(a)``, if known.
         """
-        pieces, rooms = self._room(a)
+        pieces, buffers = self._buffers(a)
         views = iter(self._inner.split(a))
         computed: list[Callable[[], object]] = []
         starts = accumulate(self.plan.dense.sizes[:-1], initial=0)
         for tensor, (shape, rank), begin in zip(self.plan.dense.split(target), self._parameters, starts, strict=True):
             if rank is not None and is_large_matrix(shape):
-                first, room, second = (next(views) for _ in range(3))
-                out = [next(rooms).view_as(factor) for factor in (first, second)]
-                beside = None
+                first, space, second = (next(views) for _ in range(3))
+                out = [next(buffers).view_as(factor) for factor in (first, second)]
+                stacked = None
                 if low_rank is not None and low_rank.begin == begin:
-                    beside = _stacked(room, first, second, low_rank)
-                if beside is None:
-                    room.copy_(tensor)
-                    computed.append(_transposed_residual(room, first, second, scale, *out))
+                    stacked = _stacked(space, first, second, low_rank)
+                if stacked is None:
+                    space.copy_(tensor)
+                    computed.append(_transposed_residual(space, first, second, scale, *out))
                 else:
-                    computed.append(_stacked_residual(first, second, *beside, scale, *out))
+                    computed.append(_stacked_residual(first, second, *stacked, scale, *out))
                 continue
             group = [next(views) for _ in range(1 if rank is None else len(shape))]
-            where = [next(rooms).view_as(factor) for factor in group]
+            where = [next(buffers).view_as(factor) for factor in group]
             if rank is None:
                 computed.append(partial(_difference, group[0], tensor, scale, where[0]))
             else:
@@ -143,22 +143,22 @@ class Transposed(Workspace):
 
         return compute, pieces
 
-    def _room(self, a: Tensor) -> tuple[list[tuple[int, Tensor]], Iterator[Tensor]]:
-        """Return room for a gradient in pieces, with where they begin, and in them that of each packed factor."""
+    def _buffers(self, a: Tensor) -> tuple[list[tuple[int, Tensor]], Iterator[Tensor]]:
+        """Return empty pieces of a gradient with their starts, and in them a view for each packed factor."""
         pieces: list[tuple[int, Tensor]] = []
-        rooms: list[Tensor] = []
+        buffers: list[Tensor] = []
         begin = 0
         for kind, entries in groupby(zip(self._kinds, self._inner.sizes, strict=True), itemgetter(0)):
             sizes = [size for _, size in entries]
             for together in [sizes] if kind == "factors" else [[size] for size in sizes]:
                 if kind != "target":
                     pieces.append((begin, a.new_empty(len(a), sum(together))))
-                    rooms += pieces[-1][1].split(together, 1)
+                    buffers += pieces[-1][1].split(together, 1)
                 begin += sum(together)
-        return pieces, iter(rooms)
+        return pieces, iter(buffers)
 
     def _factors(self, a: Tensor) -> list[Tensor]:
-        """Return the packed factors ``(K, I, R)``, and dense parameters, as views of where they lie."""
+        """Return the packed factors ``(K, I, R)``, and dense parameters, as views."""
         views = zip(self._inner.split(a), self._kinds, strict=True)
         return [view.mT if kind == "transposed" else view for view, kind in views if kind != "target"]
 
@@ -168,18 +168,18 @@ class Transposed(Workspace):
 
     @cached_property
     def _kinds(self) -> list[str]:
-        """What lies in each entry of the packed layout."""
+        """The kind of each entry of the packed layout."""
         return [kind for kind, _ in self._entries]
 
     @cached_property
     def _inner(self) -> Layout:
-        """The layout of what is packed."""
+        """The packed layout."""
         names = (f"{kind} {number}" for number, kind in enumerate(self._kinds))
         return Layout(tuple(names), tuple(shape for _, shape in self._entries))
 
     @cached_property
     def _entries(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What is packed: transposed factors, targets between them, and factors as they are."""
+        """Kind and shape of each packed entry: transposed factors, targets between them, and other factors."""
         entries: list[tuple[str, tuple[int, ...]]] = []
         for shape, rank in self._parameters:
             if rank is None:
@@ -198,41 +198,42 @@ def _difference(value: Tensor, target: Tensor, scale: float, out: Tensor) -> Non
 def _transposed_residual(
     target: Tensor, a: Tensor, b: Tensor, scale: float, out_a: Tensor, out_b: Tensor
 ) -> Callable[[], None]:
-    """Return what writes the gradient of ``scale/2 ||target - a^T b||^2``.
+    """Return a function that writes the gradient of ``scale/2 ||target - a^T b||^2``.
 
     ``a`` is ``(K, R, I)``, ``b`` ``(K, R, J)``, and in memory ``b`` follows the target.
     """
     (clients, rows, columns), rank = target.shape, b.shape[1]
     both = target.as_strided((clients, rows + rank, columns), target.stride()).mT
     products, gram = b.new_empty(clients, rank, rows + rank), a.new_empty(clients, rank, rank)
-    (with_target, with_itself), turned = products.split([rows, rank], 2), a.mT
+    (with_target, with_itself), a_transposed = products.split([rows, rank], 2), a.mT
 
     def compute() -> None:
         torch.bmm(b, both, out=products)
         torch.baddbmm(with_target, with_itself, a, beta=-scale, alpha=scale, out=out_a)
         torch.bmm(a, target, out=out_b)
-        torch.bmm(a, turned, out=gram)
+        torch.bmm(a, a_transposed, out=gram)
         out_b.baddbmm_(gram, b, beta=-scale, alpha=scale)
 
     return compute
 
 
-def _stacked(room: Tensor, a: Tensor, b: Tensor, low_rank: LowRankStep) -> tuple[Tensor, Tensor] | None:
+def _stacked(space: Tensor, a: Tensor, b: Tensor, low_rank: LowRankStep) -> tuple[Tensor, Tensor] | None:
     """Return ``A'`` and ``B'``, which end in ``a`` and ``b``, such that ``a^T b - target`` stays ``A'^T B'``.
 
-    The target is ``a^T b`` as it is now, which stays in them, plus ``low_rank``. ``B'`` lies in the memory of the room
-    and of ``b`` behind it; ``a`` is to be put into ``A'`` as it moves. None where they are no smaller than a matrix.
+    The target is the current ``a^T b``, whose factors they keep, plus ``low_rank``. ``B'`` is stored in ``space``, the
+    reserved memory of the target, and in ``b`` behind it; the caller copies ``a`` into ``A'`` at each step. None if
+    they are not smaller than the matrix.
     """
-    (clients, rows, columns), rank, samples = room.shape, b.shape[1], low_rank.inputs.shape[1]
+    (clients, rows, columns), rank, samples = space.shape, b.shape[1], low_rank.inputs.shape[1]
     size = rounded_up(samples + 2 * rank)
     if (size - rank) * (rows + columns) >= rows * columns:
         return None
-    after = room.storage_offset() + (rows + rank - size) * columns
-    right = room.as_strided((clients, size, columns), room.stride(), after)
+    after = space.storage_offset() + (rows + rank - size) * columns
+    right = space.as_strided((clients, size, columns), space.stride(), after)
     left = a.new_zeros(clients, size, rows)
-    for stack, beside, factor in ((left, low_rank.slopes, a), (right, low_rank.inputs, b)):
+    for stack, update, factor in ((left, low_rank.slopes, a), (right, low_rank.inputs, b)):
         stack[:, : -2 * rank - samples].zero_()
-        stack[:, -2 * rank - samples : -2 * rank] = beside
+        stack[:, -2 * rank - samples : -2 * rank] = update
         stack[:, -2 * rank : -rank] = factor
     left.neg_()
     return left, right
@@ -241,17 +242,20 @@ def _stacked(room: Tensor, a: Tensor, b: Tensor, low_rank: LowRankStep) -> tuple
 def _stacked_residual(
     a: Tensor, b: Tensor, left: Tensor, right: Tensor, scale: float, out_a: Tensor, out_b: Tensor
 ) -> Callable[[], None]:
-    """Return what writes the gradient of ``scale/2 ||left^T right||^2`` in ``a`` and ``b``, which these end in."""
+    """Return a function that writes the gradient of ``scale/2 ||left^T right||^2`` in ``a`` and ``b``.
+
+    These are the last rows of ``left`` and ``right``.
+    """
     clients, rank, _ = a.shape
     with_left, with_right = (a.new_empty(clients, rank, left.shape[1]) for _ in range(2))
-    last, left_turned, right_turned = left[:, -rank:], left.mT, right.mT
+    last, left_transposed, right_transposed = left[:, -rank:], left.mT, right.mT
     left.mul_(scale)
 
     def compute() -> None:
         torch.mul(a, scale, out=last)
-        torch.bmm(b, right_turned, out=with_right)
+        torch.bmm(b, right_transposed, out=with_right)
         torch.bmm(with_right, left, out=out_a)
-        torch.bmm(a, left_turned, out=with_left)
+        torch.bmm(a, left_transposed, out=with_left)
         torch.bmm(with_left, right, out=out_b)
 
     return compute

@@ -71,9 +71,9 @@ class Demo:
 
     @property
     def same(self) -> str:
-        """The command that runs the same experiment in simulation."""
-        options = [part for setting in self.settings if not _is_flower_key(setting) for part in ("--set", setting)]
-        return shlex.join(["tdpfed", "run", "digits", *options])
+        """The command that runs the same experiment in simulation, with the arithmetic of nodes: one by one."""
+        settings = [*(setting for setting in self.settings if not _is_flower_key(setting)), "run.runner=loop"]
+        return shlex.join(["tdpfed", "run", "digits", *(part for text in settings for part in ("--set", text))])
 
     @property
     def run(self) -> Path:

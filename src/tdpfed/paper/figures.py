@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.paper.paper import Row, Study
-from tdpfed.report.figures import COLOURS, MARKERS, STYLE, check
+from tdpfed.report.figures import COLORS, MARKERS, STYLE, check
 from tdpfed.report.group import Group
 
 OF = {"personalized_accuracy": "personalized", "global_accuracy": "global", "local_accuracy": "local"}
@@ -48,7 +48,7 @@ def _curve(axes: Any, i: int, row: Row, kind: str, group: Group | None) -> None:
     if not known:
         return
     at, mean, spread = zip(*known, strict=True)
-    look = {"color": COLOURS[i], "marker": MARKERS[i], "markevery": max(1, len(at) // 8)}
+    look = {"color": COLORS[i], "marker": MARKERS[i], "markevery": max(1, len(at) // 8)}
     axes.plot(at, mean, label=label, **look)
     low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-    axes.fill_between(at, low, high, color=COLOURS[i], alpha=0.16, linewidth=0)
+    axes.fill_between(at, low, high, color=COLORS[i], alpha=0.16, linewidth=0)

@@ -1,6 +1,6 @@
 """What the paper reports (section VII), and the settings of our run for each number.
 
-The paper reports accuracy but does not say of which model. Its numbers for FedAvg are those of the global model, those
+The paper reports accuracy but does not say for which model. Its numbers for FedAvg are those of the global model, those
 for pFedMe and TDPFed of the personalized models (docs/paper.md): each row names the accuracy that is compared.
 """
 
@@ -16,7 +16,7 @@ GLOBAL: Accuracy = "global_accuracy"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its label, the run it is taken from, the paper's number, and of which models that is."""
+    """A line of a table: its label, the run it is taken from, the paper's number, and the models it refers to."""
 
     label: str
     run: str
@@ -33,7 +33,7 @@ class Study:
     runs: Mapping[str, tuple[str, ...]]
     tables: Mapping[int, tuple[Row, ...]]
     figures: Mapping[int, Literal["accuracy", "loss"]]
-    curves: Mapping[str, tuple[Row, ...]]  # of the figures, by panel
+    curves: Mapping[str, tuple[Row, ...]]  # the curves of the figures, by panel
 
     def needed(self, tables: tuple[int, ...], figures: tuple[int, ...]) -> list[str]:
         """Return the runs that these tables and figures need, in order."""
@@ -77,7 +77,7 @@ OURS = "-ours"
 """The ending of the names of runs with our configuration."""
 
 _CHANGES = ("model.name=vgg8-gn", "data.augment=flip-shift", "algorithm.batch_size=50")
-_CIFAR10_OURS = {  # what reaches the paper's number where its text does not: norm, augmentation, rates, batches
+_CIFAR10_OURS = {  # reaches the paper's number, unlike its text: norm, augmentation, rates, batches
     f"tdpfed-x2{OURS}": (
         *METHODS["tdpfed-x2"], *_CHANGES, "algorithm.keep_theta=true", "algorithm.lam=1", "algorithm.eta_p=0.01",
         "algorithm.eta=2e-4",

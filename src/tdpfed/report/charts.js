@@ -1,21 +1,21 @@
 "use strict";
-/* The charts: from the page's data and the reader's choices to plotly's traces. */
+/* Charts: converts the page's data and the reader's choices to plotly traces. */
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
-const ACCURACY = { personalized_accuracy: "Personalised", local_accuracy: "Local", global_accuracy: "Global" };
-const LOSS = { loss: "Training", personalized_loss: "Personalised", global_loss: "Global" };
+const ACCURACY = { personalized_accuracy: "Personalized", local_accuracy: "Local", global_accuracy: "Global" };
+const LOSS = { loss: "Training", personalized_loss: "Personalized", global_loss: "Global" };
 const X = { round: "Rounds", mb: "Uploaded MB", seconds: "Seconds" };
 const X_TITLES = { round: "communication round", mb: "uploaded megabytes, all clients together", seconds: "seconds" };
-const LOSS_TITLES = { loss: "training loss", personalized_loss: "held-out loss, personalised", global_loss: "held-out loss, global" };
+const LOSS_TITLES = { loss: "training loss", personalized_loss: "held-out loss, personalized", global_loss: "held-out loss, global" };
 const QUANTITIES = {
   gradient_norm: "squared gradient norm in the factors (Theorem 1a)",
-  distance: "squared distance, personalised to global (Theorem 1b)",
+  distance: "squared distance, personalized to global (Theorem 1b)",
   diversity: "diversity of the clients' gradients (Lemma 2)",
-  drift: "drift of the gradients along local rounds (Lemma 4)",
+  drift: "drift of the gradients over local rounds (Lemma 4)",
 };
 
-/* Colour, marker and, from the eighth group on, dash: no two groups differ by colour alone. */
+/* Color, marker and, from the eighth group on, dash: no two groups differ by color alone. */
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "pentagon"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash"];
 const SHAPES = {
@@ -25,7 +25,7 @@ const SHAPES = {
 };
 const SVG_DASHES = { solid: "", dash: "6 4", dot: "1.5 3", dashdot: "6 3 1.5 3", longdash: "10 4" };
 
-/* The place of a group among those of its data set decides how it looks. */
+/* A group's position within its data set determines its style. */
 const PLACE = DATA.groups.map((group, i) => DATA.groups.slice(0, i).filter((other) => other.dataset === group.dataset).length);
 
 function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
@@ -35,7 +35,7 @@ function look(index) {
   return { color: css(`--c${i % 7}`), symbol: SYMBOLS[i % 7], dash: DASHES[Math.floor(i / 7) % 5] };
 }
 
-/* plotly reads a little HTML in texts: show what a folder says as it stands. */
+/* plotly interprets some HTML in texts: escape names from run folders. */
 function plain(text) { return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;"); }
 
 function faded(hex, alpha) { return hex + Math.round(255 * alpha).toString(16).padStart(2, "0"); }
@@ -77,7 +77,7 @@ function line(index, x, y, more) {
   };
 }
 
-/* What to draw of a group: its mean with a band of one standard deviation, or each of its runs. */
+/* The curves of a group: its mean with a band of one standard deviation, or each of its runs. */
 function parts(group, view) {
   if (view === "mean" && group.mean) return [{ series: group.mean, spread: group.spread, name: `mean of ${group.counted.length} runs` }];
   const runs = view === "mean" ? group.counted : group.runs;
@@ -106,7 +106,7 @@ function curveTraces(shown, field, xKey, view, scale) {
       }));
     }
   }
-  /* A method that uploads nothing has no curve over megabytes: its last value is a level. */
+  /* A method that uploads nothing has no curve over megabytes: draw a horizontal line at its last value. */
   for (const [index, value, name] of levels) {
     traces.push(line(index, [0, farthest || 1], [value, value], {
       mode: "lines", line: { color: look(index).color, dash: "dot", width: 2 },
@@ -140,7 +140,7 @@ function drawClients(node, shown) {
   node.style.height = `${70 + 44 * shown.length}px`;
   const ticks = { tickvals: shown.map(String), ticktext: shown.map((i) => plain(short(DATA.groups[i].label, most))) };
   const rows = { type: "category", showgrid: false, categoryorder: "array", categoryarray: [...shown].reverse().map(String), ...ticks };
-  plot(node, traces, layoutOf("personalised accuracy, %", "", { yaxis: rows }), "Accuracy of each client");
+  plot(node, traces, layoutOf("personalized accuracy, %", "", { yaxis: rows }), "Accuracy of each client");
 }
 
 function drawSeries(node, shown, field, yTitle, yaxis) {

@@ -1,7 +1,7 @@
-"""Methods side by side: a grid of algorithms, swept settings and seeds, and its results as a table and a page.
+"""Comparison of methods: a grid of algorithms, swept settings and seeds, and its results as a table and a page.
 
-The same call again keeps the finished runs and resumes the others. A setting that an algorithm does not have is left
-out for it, with a note: FedAvg runs once, whatever values ``algorithm.compression`` is swept over.
+Repeating a call keeps the finished runs and resumes the others. A setting that an algorithm does not have is ignored
+for it, with a note: FedAvg runs once, whatever the values in a sweep over ``algorithm.compression``.
 """
 
 import importlib.util
@@ -25,14 +25,15 @@ from tdpfed.runs.folder import file_name
 from tdpfed.runs.grid import Cell, CellResult
 
 CAPTION = (
-    "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost); ≈: not apart "
-    "from it, the means differ by no more than both deviations together. Personalised: each client's own model after "
-    "its last training (in methods without one the global model, trained further by the client). Global: the server's "
-    "model. Worst decile: mean over the worst tenth of the clients. MB: of all clients together. To target: rounds and "
-    "uploaded MB until the personalised accuracy was first found at the target, - where a run never was."
+    "Mean ± standard deviation over seeds. Bold: the best of its column (highest accuracy, lowest cost). ≈: not "
+    "separated from the best; the means differ by no more than the sum of their standard deviations. Personalized: "
+    "each client's own model after its last training (for methods without one, the global model after further training "
+    "by the client). Global: the server's model. Worst decile: mean over the worst tenth of the clients. MB: all "
+    "clients together. To target: rounds and uploaded MB until the personalized accuracy first reaches the target; - "
+    "if a run never reaches it."
 )
 OPTIONS = {"algorithm.name": "--algorithms", "run.seed": "--seeds", "run.seeds": "--seeds"}
-"""Keys that have an option of their own."""
+"""Keys that have their own option."""
 
 Setting = tuple[str, str]
 """A key and its value, as they are written on the command line."""
@@ -40,13 +41,13 @@ Setting = tuple[str, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of a grid: its finished runs as groups and as a table, the files, what failed, and notes."""
+    """The results of a grid: finished runs as groups and as a table, the files written, failed runs, and notes."""
 
     groups: Sequence[Group]
-    target: Number  # None: of each data set what all its runs reached
+    target: Number  # None: for each data set, the accuracy that all its runs reached
     table: tables.Table
     files: Mapping[str, Path]
-    failed: Mapping[str, Sequence[str]]  # by error: the runs it stopped
+    failed: Mapping[str, Sequence[str]]  # names of runs by error
     notes: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -60,11 +61,11 @@ class Comparison:
 def cells_of(
     source: str, algorithms: str, seeds: int, sweeps: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> tuple[list[Cell], list[str]]:
-    """Return the runs of a grid, seeds innermost, and what is to be said of settings that some methods lack."""
+    """Return the runs of a grid, seeds innermost, and notes on settings that some methods do not have."""
     names = _names(algorithms)
     if seeds < 1:
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
-    load_config(source)  # what is wrong with it has nothing to do with the grid
+    load_config(source)  # reports errors of the file itself before those of the grid
     keys = {name: {key.name for key in describe(name)} for name in names}
     given = [_setting("--set", text) for text in overrides]
     swept = [_sweep(text) for text in sweeps]
@@ -89,13 +90,13 @@ def cells_of(
 
 
 def check_target(target: float | None) -> None:
-    """Refuse a target accuracy that is no fraction."""
+    """Reject a target accuracy that is not a fraction."""
     if target is not None and not 0 < target <= 1:
         raise TDPFedError(f"--target: {target:g} given, must be above 0 and at most 1, as in 0.95")
 
 
 def conclude(outcomes: Sequence[CellResult], folder: Path, target: Number = None) -> Comparison:
-    """Read the finished runs of a grid; write ``table.md``, ``table.csv`` and, where plotly is, ``report.html``."""
+    """Read the finished runs of a grid; write ``table.md``, ``table.csv`` and, with plotly, ``report.html``."""
     failed: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
@@ -106,14 +107,14 @@ def conclude(outcomes: Sequence[CellResult], folder: Path, target: Number = None
     notes, files = [*damage, *notes], {}
     made = tables.results(groups, target)
     if len(groups) > 1 and all(len(group.counted) == 1 for group in groups):
-        notes.append("one seed: no spread, so nothing says which differences are more than chance; give --seeds 3")
+        notes.append("one seed: no standard deviation, so differences may be due to chance; use --seeds 3")
     if groups:
         texts = {"table.md": f"{tables.to_markdown(made)}\n{CAPTION}\n", "table.csv": tables.to_csv(made)}
         files = {name: folder / name for name in texts}
         for name, text in texts.items():
             write_file(files[name], text, field="--out")
         if importlib.util.find_spec("plotly") is None:
-            notes.append("no report.html: it needs plotly, not installed; pip install 'tdpfed[report]'")
+            notes.append("no report.html: it needs plotly, which is not installed; pip install 'tdpfed[report]'")
         else:
             files["report.html"] = write_page(finished, folder / "report.html").page
     return Comparison(groups, target, made, files, failed, notes)
@@ -162,16 +163,16 @@ def _sweep(text: str) -> tuple[str, list[str]]:
     key, raw = _setting("--sweep", text)
     values = [value.strip() for value in re.split(r",(?![^\[]*\])(?![^{]*\})", raw)]  # not within [] or {}
     if not all(values):
-        raise TDPFedError(f"--sweep: {text!r} given, must have a value before, between and after its commas")
+        raise TDPFedError(f"--sweep: {text!r} given, must have no empty value between its commas")
     return key, values
 
 
 def _check_keys(option: str, given: Sequence[str], keys: Mapping[str, set[str]]) -> None:
-    """Refuse keys that none of the methods has, that another option sets, or that are swept over twice."""
+    """Reject keys that no method has, that another option sets, or that are swept twice."""
     known = set().union(*keys.values()) - set(OPTIONS)
     for key in given:
         if key in OPTIONS:
-            raise TDPFedError(f"{option}: {key!r} given, which {OPTIONS[key]} is for")
+            raise TDPFedError(f"{option}: {key!r} given, use {OPTIONS[key]} instead")
         if not _has(known, key):
             section, _, name = key.rpartition(".")
             near = {one for one in known if one.startswith(f"{section}.") or one.endswith(f".{name}")}
@@ -181,7 +182,7 @@ def _check_keys(option: str, given: Sequence[str], keys: Mapping[str, set[str]])
 
 
 def _has(keys: Iterable[str], key: str) -> bool:
-    """Whether a key is there, or belongs to a table that is, as ``data.options.alpha`` to ``data.options``."""
+    """Whether a key exists or belongs to a table that does, as ``data.options.alpha`` to ``data.options``."""
     return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
@@ -197,5 +198,5 @@ def _seeded(source: str, name: str, seeds: int, settings: Sequence[Setting], com
         ]
     except TDPFedError as error:
         foreign = any(isinstance(one, UnknownError) and one.field == "algorithm" for one in each(error))
-        hint = "; what a file says of one method alone belongs in its table [algorithms.NAME]" if foreign else ""
+        hint = "; put settings of a single method into a table [algorithms.NAME]" if foreign else ""
         raise error.noting(f"for {label}{hint}") from None

@@ -1,7 +1,7 @@
-"""The page's figures for papers, by matplotlib: curves against rounds, megabytes and seconds, and clients.
+"""The figures of the page for papers, drawn by matplotlib: curves over rounds, megabytes and seconds, and clients.
 
-Colours are those of Okabe and Ito, darkened where print needs it; groups differ by marker and, from the eighth on, by
-dash as well. Names from run folders are drawn as they stand, never read as mathematics.
+Colors are those of Okabe and Ito, darkened for print; groups also differ by marker and, from the eighth on, by dash.
+Names from run folders are drawn literally, never interpreted as mathematics.
 """
 
 import warnings
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8578c", "#b97f00", "#3d9bd1", "#4a4f57")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8578c", "#b97f00", "#3d9bd1", "#4a4f57")
 MARKERS = ("o", "s", "D", "^", "P", "X", "p")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (8, 3)))
 AXES = {"rounds": "communication round", "megabytes": "uploaded megabytes, all clients", "seconds": "seconds"}
 CURVES = {
-    "personalized_accuracy": ("accuracy-personalised", "personalised accuracy, %"),
+    "personalized_accuracy": ("accuracy-personalized", "personalized accuracy, %"),
     "local_accuracy": ("accuracy-local", "local accuracy, %"),
     "global_accuracy": ("accuracy-global", "global accuracy, %"),
     "loss": ("loss-training", "training loss"),
-    "personalized_loss": ("loss-personalised", "held-out loss, personalised"),
+    "personalized_loss": ("loss-personalized", "held-out loss, personalized"),
     "global_loss": ("loss-global", "held-out loss, global"),
 }
 STYLE: dict[Any, Any] = {
@@ -38,20 +38,20 @@ STYLE: dict[Any, Any] = {
 
 
 def check(option: str = "--export") -> None:
-    """Refuse what an option asks for where there is no matplotlib."""
+    """Raise an error that names the option if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise TDPFedError(f"{option}: needs matplotlib, not installed; pip install 'tdpfed[report]'") from error
+        raise TDPFedError(f"{option}: matplotlib is not installed; pip install 'tdpfed[report]'") from error
 
 
 def draw(groups: Sequence[Group], save: Callable[[str, "Figure"], None]) -> None:
-    """Draw every figure that groups of one data set have something for, and hand each with its name to ``save``."""
+    """Draw every figure for which groups of one data set have values, and pass each with its name to ``save``."""
     check()
     import matplotlib
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # a name with letters that the font does not have
         for name, figure in _figures(groups):
             save(name, figure)
 
@@ -67,13 +67,13 @@ def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, "Figure"]]:
             yield f"{name}-{axis}", figure
     pooled = [[100 * one for run in group.counted for one in run.clients if one is not None] for group in groups]
     if any(pooled):
-        figure, axes = _blank("accuracy of the personalised model on each client, %", "")
+        figure, axes = _blank("accuracy of the personalized model on each client, %", "")
         figure.set_size_inches(4.8, 1.0 + 0.34 * len(groups))
         boxes = axes.boxplot(
             pooled, orientation="horizontal", patch_artist=True, widths=0.6, medianprops={"color": "#1c2128"}
         )
         for i, box in enumerate(boxes["boxes"]):
-            box.set(facecolor=COLOURS[i % 7] + "30", edgecolor=COLOURS[i % 7])
+            box.set(facecolor=COLORS[i % 7] + "30", edgecolor=COLORS[i % 7])
         axes.set_yticks(range(1, len(groups) + 1), [group.label for group in groups])
         axes.invert_yaxis()
         yield "clients", figure
@@ -84,7 +84,7 @@ def _figures(groups: Sequence[Group]) -> Iterator[tuple[str, "Figure"]]:
 def _curve(axes: "Axes", i: int, group: Group, field: str, axis: str) -> None:
     x, y = _x(group.mean, axis), group.mean[field]
     scale = 100 if field in ACCURACIES else 1
-    if axis == "megabytes" and not x[-1]:  # uploads nothing: its last value is a level
+    if axis == "megabytes" and not x[-1]:  # uploads nothing: a horizontal line at its last value
         if y[-1] is not None:
             axes.axhline(y[-1] * scale, **{**_look(i, 1), "marker": "", "linestyle": "dotted"})
         return
@@ -97,7 +97,7 @@ def _curve(axes: "Axes", i: int, group: Group, field: str, axis: str) -> None:
     axes.plot(at, mean, **_look(i, len(at)))
     if len(group.counted) > 1:
         low, high = ([m + sign * s for m, s in zip(mean, spread, strict=True)] for sign in (-1, 1))
-        axes.fill_between(at, low, high, color=COLOURS[i % 7], alpha=0.16, linewidth=0)
+        axes.fill_between(at, low, high, color=COLORS[i % 7], alpha=0.16, linewidth=0)
 
 
 def _diagnostic(groups: Sequence[Group], quantity: str) -> "Figure":
@@ -106,7 +106,7 @@ def _diagnostic(groups: Sequence[Group], quantity: str) -> "Figure":
     figure, axes = _blank(AXES["rounds"], quantity.replace("_", " "))
     axes.set_yscale("log")
     for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers; the usual ones are mathematics
+        which(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers; the default uses mathematical notation
     known = [(i, group) for i, group in enumerate(groups) if any(quantity in run.diagnostics for run in group.runs)]
     for i, group in known:
         for run in group.runs:
@@ -131,14 +131,14 @@ def _blank(x: str, y: str) -> tuple["Figure", "Axes"]:
 
 def _look(i: int, points: int) -> dict[str, Any]:
     every = max(1, points // 8)
-    return {"color": COLOURS[i % 7], "marker": MARKERS[i % 7], "linestyle": DASHES[i // 7 % 5], "markevery": every}
+    return {"color": COLORS[i % 7], "marker": MARKERS[i % 7], "linestyle": DASHES[i // 7 % 5], "markevery": every}
 
 
 def _legend(figure: "Figure", axes: "Axes", known: Sequence[tuple[int, Group]]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **_look(i, 1)) for i, _ in known]
-    # A label that begins with an underscore would be left out.
+    # matplotlib omits labels that start with an underscore.
     names = [f" {group.label}" if group.label.startswith("_") else group.label for _, group in known]
     if len(names) > 6 or max(map(len, names), default=0) > 30:
         figure.legend(handles, names, loc="outside lower center", ncols=1 + (max(map(len, names)) < 30), fontsize=7.5)

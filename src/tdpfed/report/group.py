@@ -1,7 +1,7 @@
-"""Runs that belong together: seeds of one configuration, whose curves and figures are a mean and a spread.
+"""Groups of runs that differ only in their seeds, summarized by mean and spread.
 
-The spread is the sample standard deviation over seeds. Groups are ordered by data set, since figures of different data
-sets do not compare.
+The spread is the sample standard deviation over seeds. Groups are ordered by data set, because results on different
+data sets are not comparable.
 """
 
 import math
@@ -16,16 +16,16 @@ from tdpfed.report.read import IN_PROGRESS, Run, Series
 from tdpfed.runs.folder import DONE
 
 SEEDS = ("run.seed", "data.seed")
-ASIDE = (
+NOT_IN_LABELS = (
     *SEEDS, "run.seeds", "run.evaluate_every", "run.diagnostics_every", "run.device", "run.runner", "run.threads",
     "run.chunk", "run.loggers", "checkpoint.every", "checkpoint.keep",
 )  # fmt: skip
-"""Settings that do not change what is learned, and so no name."""
+"""Settings that do not change what is learned, and so are not part of a group's label."""
 
 
 @dataclass(frozen=True)
 class Stat:
-    """Mean and spread of a figure; no spread for a single run, no mean where a run lacks the figure."""
+    """Mean and spread of a number; no spread for a single run, no mean if a run does not have the number."""
 
     mean: Number
     spread: Number = None
@@ -41,8 +41,8 @@ class Stat:
             return cls(mean)
         return cls(mean, math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1)))
 
-    def apart(self, other: "Stat") -> bool:
-        """Whether two means lie farther apart than their spreads reach together; unknown spreads reach nowhere."""
+    def separated(self, other: "Stat") -> bool:
+        """Whether two means differ by more than the sum of their spreads; a missing spread counts as 0."""
         if self.mean is None or other.mean is None:
             return True
         return abs(self.mean - other.mean) > (self.spread or 0.0) + (other.spread or 0.0)
@@ -50,7 +50,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one configuration, and what to call them."""
+    """The runs of one configuration, and their label."""
 
     label: str
     runs: tuple[Run, ...]
@@ -67,25 +67,25 @@ class Group:
 
     @property
     def task(self) -> Any:
-        """What its clients have to learn: the data set, and how it was dealt to them."""
+        """The learning task: the data set, and how its samples were distributed to clients."""
         settings = _without_seeds(self.runs[0].config)
         return self.dataset, _frozen({key: value for key, value in settings.items() if key.startswith("data.")})
 
     @cached_property
     def counted(self) -> tuple[Run, ...]:
-        """The runs that figures are taken over: the finished ones, or while there are none, all that have records."""
+        """The runs that results are computed over: the finished ones or, if there are none, all with records."""
         finished = tuple(run for run in self.runs if run.status in DONE)
         return finished or tuple(run for run in self.runs if run.rounds)
 
     @property
     def status(self) -> str:
-        """How its runs stand, as ``2 finished, 1 in progress``."""
+        """The status of its runs, such as ``2 finished, 1 in progress``."""
         states = [run.status for run in self.runs]
         kinds = dict.fromkeys(states)
         return states[0] if len(kinds) == 1 else ", ".join(f"{states.count(kind)} {kind}" for kind in kinds)
 
     def stat(self, figure: str) -> Stat:
-        """Return a figure of the runs."""
+        """Return mean and spread of a number over the runs."""
         return Stat.of([run.figures[figure] for run in self.counted])
 
     @cached_property
@@ -112,7 +112,7 @@ class Group:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Put runs together whose configurations differ in seeds only; return them by data set, and what is to be noted."""
+    """Group runs whose configurations differ only in seeds; return groups ordered by data set, and notes."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         key: Any = _frozen(_without_seeds(run.config)) if run.config else run.path
@@ -122,21 +122,21 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     found.sort(key=lambda group: datasets.index(group.dataset))
     tasks = {name: len({group.task for group in found if group.dataset == name}) for name in datasets}
     notes = [
-        f"{name}: data dealt or cut in {ways} different ways; the best is marked within each"
+        f"{name}: data distributed to clients in {ways} different ways; the best result is marked within each"
         for name, ways in tasks.items()
         if ways > 1
     ]
     if len(datasets) > 1:
-        notes.append(f"{len(datasets)} data sets ({', '.join(datasets)}): figures compare within one, not between them")
+        notes.append(f"{len(datasets)} data sets ({', '.join(datasets)}): results are comparable only within each")
     for group in found:
         seeds = [tuple(run.setting(key) for key in SEEDS) for run in group.runs]
         if run_twice := [run.name for run, seed in zip(group.runs, seeds, strict=True) if seeds.count(seed) > 1]:
             notes.append(f"{', '.join(run_twice)}: same configuration and same seed, counted as separate runs")
-    return _labelled(found), notes
+    return _labeled(found), notes
 
 
 def rivals_of(group: Group, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups whose figures compare with a group's, itself among them: those of the same task."""
+    """Return the groups of the same task, whose results are comparable; the group itself is included."""
     return [other for other in groups if other.task == group.task]
 
 
@@ -150,7 +150,7 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Return plain values as something that can be a key; 1, 1.0 and True stay apart."""
+    """Return plain values in a hashable form; 1, 1.0 and True stay different."""
     if isinstance(value, Mapping):
         return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -158,30 +158,30 @@ def _frozen(value: Any) -> Any:
     return type(value).__name__, str(value)
 
 
-def _labelled(groups: Sequence[Group]) -> list[Group]:
-    """Name each group by its method and, among several of one method, by the settings that tell them apart."""
-    labelled: list[Group] = []
+def _labeled(groups: Sequence[Group]) -> list[Group]:
+    """Label each group with its method and, if a method has several groups, the settings in which they differ."""
+    labeled: list[Group] = []
     for group in groups:
         rivals = [one for one in groups if (one.dataset, one.algorithm) == (group.dataset, group.algorithm)]
         words = _words(flat(group.runs[0].config), [flat(one.runs[0].config) for one in rivals])
         label = ", ".join([group.algorithm, *words])
-        labelled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
-    names = [(group.dataset, group.label) for group in labelled]
+        labeled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
+    names = [(group.dataset, group.label) for group in labeled]
     return [
         replace(group, label=f"{group.label} ({group.runs[0].name})") if names.count(name) > 1 else group
-        for group, name in zip(labelled, names, strict=True)
+        for group, name in zip(labeled, names, strict=True)
     ]
 
 
 def _words(own: Mapping[str, Any], rivals: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings in which a configuration is not like most of its rivals, as ``compression 4``."""
+    """Return the settings in which a configuration differs from most of its rivals, such as ``compression 4``."""
     words = []
     names = [key.partition(".")[2] for key in own]
     for key in own:
         values = [_frozen(rival.get(key)) for rival in rivals]
-        if key not in ASIDE and 2 * values.count(_frozen(own[key])) <= len(values):
+        if key not in NOT_IN_LABELS and 2 * values.count(_frozen(own[key])) <= len(values):
             section, _, name = key.partition(".")
-            if section != "algorithm":  # its keys are known by their own name, others where it is not ambiguous
+            if section != "algorithm":  # other sections' keys are shortened only if unambiguous
                 name = section if name == "name" else name if names.count(name) == 1 else key
             words.append(f"{name} {_short(own[key])}")
     return words

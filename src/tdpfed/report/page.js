@@ -1,9 +1,9 @@
-/* The page: what the reader chose lives in the address after #, so a reload (or a copied address) keeps it. */
+/* The page: the reader's choices are stored in the address after #, so a reload or a copied address keeps them. */
 
 const main = document.getElementById("main");
 const redraws = [];
 
-/* Elements are made with text nodes only: nothing a run folder says becomes markup. */
+/* Elements contain text nodes only: text from run folders never becomes markup. */
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -65,7 +65,7 @@ function key(index) {
 
 function scroller(label, table) { return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table); }
 
-/* Rows of {cells, kind}; a column is set flush right where every cell is a number. */
+/* Rows of {cells, kind}; a column is right-aligned if every cell is a number. */
 function simpleTable(label, titles, rows) {
   const texts = titles.map((_, i) => (i > 0 && !rows.every(({ cells }) => /^[\d.,x%e+-]*$/.test(cells[i]))));
   const left = texts.map((text, i) => (!text ? null : rows.some(({ cells }) => cells[i].length > 40) ? "left long" : "left"));
@@ -82,12 +82,12 @@ function section(id, title, ...content) {
   return node;
 }
 
-/* A section whose content depends on the data set, and which is away where there is nothing to show. */
+/* A section whose content depends on the data set; hidden if there is nothing to show. */
 function panel(id, title, content) {
   const node = section(id, title), body = el("div");
   node.append(body);
   redraws.push(() => {
-    node.hidden = false;  // charts take their width from what is on the page
+    node.hidden = false;  // charts need a visible node to measure their width
     body.replaceChildren();
     node.hidden = content(body) === false;
   });
@@ -104,7 +104,7 @@ function count(number, word) { return `${number} ${word}${number === 1 ? "" : "s
 
 function head() {
   const top = document.getElementById("top"), methods = new Set(DATA.groups.map((group) => group.algorithm)).size;
-  const lead = `${count(DATA.runs.length, "run")} of ${count(methods, "method")}. Made ${DATA.made} by tdpfed ${DATA.version}.`;
+  const lead = `${count(DATA.runs.length, "run")} of ${count(methods, "method")}. Created ${DATA.made} by tdpfed ${DATA.version}.`;
   const dark = () => document.documentElement.dataset.theme === "dark";
   const theme = el("button", { type: "button", id: "theme", onclick: () => { choose("theme", dark() ? "light" : "dark"); paint(); redraw(); } });
   const paint = () => {
@@ -132,10 +132,10 @@ function notices() {
   const running = DATA.runs.filter((run) => run.status === "in progress");
   const far = (run) => `${run.name}: in progress, ${run.planned ? `${run.rounds} of ${run.planned}` : run.rounds} rounds so far (last written ${run.changed})`;
   if (running.length) {
-    const what = DATA.live ? "This page follows runs in progress and reloads itself." : `A snapshot of ${DATA.made}: runs are still in progress, and this page does not change by itself.`;
+    const what = DATA.live ? "This page follows runs in progress and reloads itself." : `A snapshot of ${DATA.made}: runs are still in progress, and this page does not update itself.`;
     main.append(el("div", { class: "notice", id: "progress" }, what, el("ul", {}, running.map((run) => el("li", {}, far(run))))));
   }
-  if (DATA.notes.length) main.append(el("div", { class: "notice warn", id: "notes" }, "To note:", el("ul", {}, DATA.notes.map((note) => el("li", {}, note)))));
+  if (DATA.notes.length) main.append(el("div", { class: "notice warn", id: "notes" }, "Notes:", el("ul", {}, DATA.notes.map((note) => el("li", {}, note)))));
   if (DATA.datasets.length > 1) {
     const names = Object.fromEntries(DATA.datasets.map((one, i) => [String(i), one.name]));
     main.append(el("div", { class: "controls", id: "datasets" }, segments("Data set", "data", names, "0", () => { choose("zoom", ""); choose("target", ""); redraw(); })));
@@ -144,20 +144,20 @@ function notices() {
 
 /* -- results ---------------------------------------------------------------------------------------------------- */
 
-/* What a run needed until an accuracy first reached the target: rounds and megabytes; null if it never did. */
+/* Cost of a run until an accuracy first reaches the target: rounds and megabytes; null if it never does. */
 function cost(run, field, target) {
   const series = run.series, at = (series[field] || []).findIndex((value) => value !== null && value >= target);
   return at < 0 ? null : [series.round[at], series.mb[at]];
 }
 
-/* As the package writes them: mean, and the spread over seeds where it shows. */
+/* Formats numbers as the package does: mean, and the spread over seeds if it is visible at this precision. */
 function figure(values, decimals) {
   const mean = values.reduce((sum, value) => sum + value, 0) / values.length, words = (value, digits) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1 || 1));
   return [mean, words(mean, decimals) + (spread < 0.5 * 10 ** -decimals ? "" : ` ± ${words(spread, decimals)}`), "", spread];
 }
 
-/* Marks the lowest cost of a column, and what the spreads leave close to it, among rows of one task. */
+/* Marks the lowest cost of a column and the costs not separated from it, among rows of one task. */
 function markCosts(rows, at) {
   for (const row of rows) {
     const rivals = rows.filter((one) => DATA.groups[one.index].task === DATA.groups[row.index].task && one.cells[at][0] !== null).map(({ cells }) => cells[at]);
@@ -178,7 +178,7 @@ function results() {
   const goal = el("input", { type: "number", id: "target", min: 0, max: 100, step: "any", onchange: (event) => { choose("target", event.target.value); redraw(); } });
   const body = el("div"), kind = el("span");
   section("results", "Results",
-    el("p", { class: "hint" }, "Accuracy is right answers over all, on the clients' held-out samples: of each client's own model (personalised), of the models that clients report to the server (local) and of the server's model (global). ± is the standard deviation over seeds. Bold is the best of its column: the highest accuracy, the lowest cost. ≈ is not apart from it by more than the two spreads together."),
+    el("p", { class: "hint" }, "Accuracy is the fraction of correct predictions on the clients' held-out samples, for each client's own model (personalized), the models that clients send to the server (local) and the server's model (global). ± is the standard deviation over seeds. Bold marks the best of a column: the highest accuracy, the lowest cost. ≈ marks a value that is not separated from the best: the means differ by no more than the sum of their standard deviations."),
     el("div", { class: "controls" }, el("label", {}, "Target for ", kind, " accuracy, % ", goal)), body);
   redraws.push(() => {
     const field = chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), given = parseFloat(choices.get("target"));
@@ -207,7 +207,7 @@ function resultTable(field, target) {
     document.querySelector(`#results thead th:nth-child(${i + 1}) button`).focus();
   };
   const header = titles.map((title, i) => el("th", { scope: "col", "aria-sort": i === at ? (sign === 1 ? "ascending" : "descending") : "none" }, el("button", { type: "button", onclick: () => sortBy(i) }, title)));
-  const values = (cells) => cells.map(([, text, mark]) => el("td", { class: mark || null, title: mark === "close" ? "not apart from the best by more than the spreads" : null }, mark === "close" ? `≈ ${text}` : text));
+  const values = (cells) => cells.map(([, text, mark]) => el("td", { class: mark || null, title: mark === "close" ? "not separated from the best" : null }, mark === "close" ? `≈ ${text}` : text));
   const open = listed("open"), lines = [];
   for (const { index, cells } of rows) {
     const group = DATA.groups[index], several = group.runs.length > 1;
@@ -228,10 +228,10 @@ function resultTable(field, target) {
 /* -- curves ----------------------------------------------------------------------------------------------------- */
 
 function curves() {
-  const legend = el("ul", { class: "legend", "aria-label": "Methods: press to hide or show" }), empty = el("p", { class: "empty" }, "No round has been evaluated yet. Curves appear with the first.");
+  const legend = el("ul", { class: "legend", "aria-label": "Methods: click to hide or show" }), empty = el("p", { class: "empty" }, "No round has been evaluated yet. Curves appear after the first evaluation.");
   const [left, accuracy] = chart("Accuracy"), [right, loss] = chart("Loss"), grid = el("div", { class: "grid" }, left, right), note = el("p", { class: "hint" });
   const fresh = () => { choose("zoom", ""); redraw(); };
-  const seeds = DATA.groups.some((group) => group.runs.length > 1) ? segments("Show", "view", { mean: "Mean and spread", single: "Single runs" }, "mean") : null;
+  const seeds = DATA.groups.some((group) => group.runs.length > 1) ? segments("Show", "view", { mean: "Mean and standard deviation", single: "Individual runs" }, "mean") : null;
   const controls = el("div", { class: "controls" }, segments("Accuracy", "accuracy", ACCURACY, "personalized_accuracy", () => { choose("target", ""); fresh(); }), segments("Loss", "loss", LOSS, "loss", fresh),
     segments("Against", "x", X, "round", fresh), seeds, check("logarithmic loss", "log"));
   section("curves", "Curves", controls, legend, empty, grid, note);
@@ -245,7 +245,7 @@ function curves() {
     } }, key(i), DATA.groups[i].label))));
     if (!rounds) return;
     const silent = now.filter((i) => parts(DATA.groups[i], view).some(({ series }) => series.mb && !series.mb[series.mb.length - 1]));
-    note.textContent = xKey === "mb" && silent.length ? `${silent.map((i) => DATA.groups[i].label).join(", ")}: uploads nothing; the dotted level is its last value.` : "";
+    note.textContent = xKey === "mb" && silent.length ? `${silent.map((i) => DATA.groups[i].label).join(", ")}: uploads nothing; the dotted line is its last value.` : "";
     const zoom = (choices.get("zoom") || "").split("_").map((one) => one.split(",").map(Number));
     const ranged = (i) => (zoom[i] && zoom[i].length === 4 && zoom[i].every(Number.isFinite) ? [{ range: zoom[i].slice(0, 2) }, { range: zoom[i].slice(2) }] : [{ autorange: true }, { autorange: true }]);
     const draw = (node, i, traces, yTitle, yaxis) => {
@@ -271,7 +271,7 @@ function clients() {
   panel("clients", "Clients", (body) => {
     const now = shown().filter((i) => DATA.groups[i].counted.some((run) => DATA.runs[run].clients.length));
     if (!now.length) return false;
-    const [figure, node] = chart("", "Personalised accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are left out." : ""));
+    const [figure, node] = chart("", "Personalized accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are excluded." : ""));
     body.append(figure);
     return drawClients(node, now);
   });
@@ -285,11 +285,11 @@ function plans() {
       if (seen.has(words)) seen.get(words).push(i); else seen.set(words, [i]);
     }
     if (!now.length) return false;
-    body.append(el("p", { class: "hint" }, "Which parameters travel as CP factors, and at what rank; one without a rank stays dense."));
+    body.append(el("p", { class: "hint" }, "The parameters that are sent as CP factors, with their ranks; a parameter without a rank stays dense."));
     for (const [words, indices] of seen) {
       const plan = JSON.parse(words), label = indices.map((i) => DATA.groups[i].label).join("; ");
       body.append(el("h3", {}, label));
-      if (typeof plan === "string") { body.append(el("p", { class: "hint" }, `Left out: ${plan}.`)); continue; }
+      if (typeof plan === "string") { body.append(el("p", { class: "hint" }, `Not shown: ${plan}.`)); continue; }
       const row = (name, shape, rank, dense, factored, kind) => ({ kind, cells: [name, shape, rank === null ? "-" : String(rank), dense.toLocaleString("en"), factored.toLocaleString("en"), (dense / factored).toFixed(2)] });
       body.append(simpleTable(`Factor plan of ${label}`, ["parameter", "shape", "rank", "dense", "factored", "rate"],
         [...plan.rows.map((one) => row(...one)), row("total", "", "", ...plan.total, "total")]));
@@ -303,7 +303,7 @@ function diagnostics() {
     const names = [...new Set(runsOf(shown()).flatMap((run) => Object.keys(run.diagnostics)))];
     if (!names.length) return false;
     const figures = names.map((name) => [name, ...chart(QUANTITIES[name] || name)]);
-    body.append(el("p", { class: "hint" }, "The quantities of the paper's convergence analysis, measured on the run; every line is a run."), el("div", { class: "grid" }, figures.map(([, figure]) => figure)));
+    body.append(el("p", { class: "hint" }, "The quantities of the paper's convergence analysis, measured during the run; each line is a run."), el("div", { class: "grid" }, figures.map(([, figure]) => figure)));
     return figures.forEach(([name, , node]) => drawDiagnostic(node, shown(), name));
   });
 }
@@ -313,17 +313,17 @@ function robust() {
     const now = members().filter((i) => DATA.groups[i].robust);
     if (!now.length) return false;
     const used = (one) => Object.entries(one.used).map(([name, value]) => `${name} ${value}`).join(", ") || "plain average, no attack";
-    body.append(simpleTable("Robust settings", ["method", "refused uploads", "settings"], now.map((i) => ({ cells: [DATA.groups[i].label, DATA.groups[i].robust.rejected.toLocaleString("en"), used(DATA.groups[i].robust)] }))));
+    body.append(simpleTable("Robust settings", ["method", "rejected uploads", "settings"], now.map((i) => ({ cells: [DATA.groups[i].label, DATA.groups[i].robust.rejected.toLocaleString("en"), used(DATA.groups[i].robust)] }))));
     if (shown().some((i) => DATA.groups[i].runs.some((run) => DATA.runs[run].series.rejected))) {
-      const [figure, node] = chart("Refused uploads so far");
+      const [figure, node] = chart("Rejected uploads so far");
       body.append(figure);
-      drawSeries(node, shown(), "rejected", "refused uploads", { rangemode: "tozero" });
+      drawSeries(node, shown(), "rejected", "rejected uploads", { rangemode: "tozero" });
     }
     for (const i of now.filter((one) => DATA.groups[one].robust.rules.length)) {
       const { rules, clients: who, others } = DATA.groups[i].robust;
-      body.append(el("h3", {}, `${DATA.groups[i].label}: refused, by rule and by client`),
-        simpleTable("Refused by rule", ["rule", "uploads", "first reason given"], rules.map(([rule, n, reason]) => ({ cells: [rule, n.toLocaleString("en"), reason] }))),
-        simpleTable("Refused by client", ["client", ...who.map(([client]) => client), ...(others ? ["others"] : [])], [{ cells: ["uploads", ...who.map(([, n]) => n.toLocaleString("en")), ...(others ? [`${others} clients more`] : [])] }]));
+      body.append(el("h3", {}, `${DATA.groups[i].label}: rejected uploads by rule and by client`),
+        simpleTable("Rejected by rule", ["rule", "uploads", "first reason"], rules.map(([rule, n, reason]) => ({ cells: [rule, n.toLocaleString("en"), reason] }))),
+        simpleTable("Rejected by client", ["client", ...who.map(([client]) => client), ...(others ? ["others"] : [])], [{ cells: ["uploads", ...who.map(([, n]) => n.toLocaleString("en")), ...(others ? [`${others} more clients`] : [])] }]));
     }
     return true;
   });
@@ -335,7 +335,7 @@ function privacy() {
     if (!now.length) return false;
     const small = (value) => (value === null ? "-" : value > 0 && value < 1e-3 ? value.toExponential() : String(value));
     const rows = runsOf(now).map((run) => ({ cells: [run.name, ...run.privacy.map(small), run.cells[0][1]] }));
-    body.append(el("p", { class: "hint" }, "What the run can tell about a single client at most: (ε, δ) differential privacy, spent so far."), simpleTable("Privacy spent", ["run", "ε", "δ", DATA.columns[0]], rows));
+    body.append(el("p", { class: "hint" }, "Upper bound on what the run reveals about a single client: (ε, δ) differential privacy spent so far."), simpleTable("Privacy spent", ["run", "ε", "δ", DATA.columns[0]], rows));
     if (!shown().some((i) => runsOf([i]).some((run) => run.series.epsilon))) return true;
     const [figure, node] = chart("ε spent");
     body.append(figure);
@@ -358,12 +358,12 @@ function marked(toml, differing) {
 function configuration() {
   panel("configuration", "Configuration", (body) => {
     const now = members();
-    /* A hyper-parameter that only one method has is no difference between methods. */
+    /* A hyper-parameter that only one method has does not count as a difference. */
     const differs = ({ key: name, values, seed }) => !seed && new Set(now.map((i) => values[i]).filter((value) => value || !name.startsWith("algorithm."))).size > 1;
     const differing = DATA.settings.filter(differs), files = now.flatMap((i) => DATA.groups[i].runs);
     const rows = (choices.get("all") === "1" ? DATA.settings : differing).filter(({ values }) => now.some((i) => values[i]));
     if (now.length > 1) {
-      const some = differing.length ? `The methods differ in ${count(differing.length, "key")}.` : "The methods do not differ in any key but seeds.";
+      const some = differing.length ? `The methods differ in ${count(differing.length, "key")}.` : "The methods differ only in their seeds.";
       body.append(el("p", { class: "hint" }, some), el("div", { class: "controls" }, check("all keys", "all")));
       if (rows.length) body.append(simpleTable("Configuration", ["key", ...now.map((i) => DATA.groups[i].label)], rows.map((row) => ({ kind: differs(row) ? "differs" : "same", cells: [row.key, ...now.map((i) => row.values[i])] }))));
     }
@@ -397,6 +397,6 @@ robust();
 privacy();
 configuration();
 versions();
-document.getElementById("foot").append(`tdpfed ${DATA.version}, ${DATA.made}. Everything on this page is in this file.`);
+document.getElementById("foot").append(`tdpfed ${DATA.version}, ${DATA.made}. This file is self-contained.`);
 redraw();
 document.documentElement.dataset.ready = "true";

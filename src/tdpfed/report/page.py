@@ -1,7 +1,7 @@
-"""One HTML page that holds everything it needs: style, data, plotly.js and the script that draws.
+"""A self-contained HTML page: style, data, plotly.js and the script that draws.
 
-Data go in as JSON and reach the page as text nodes only, so what a run folder says is never markup. The page forbids
-itself, by a content security policy, every script but its own two and everything from a network.
+Data are embedded as JSON and shown as text nodes only, so text from a run folder is never interpreted as markup. A
+content security policy allows only the page's own two scripts and nothing from the network.
 """
 
 import base64
@@ -21,7 +21,7 @@ from tdpfed.report.payload import payload
 
 
 def render(groups: Sequence[Group], notes: Sequence[str], *, reload_every: float = 0.0) -> str:
-    """Return the page; one that is kept up to date reloads itself every so many seconds."""
+    """Return the page; if ``reload_every`` is positive, it reloads itself after that many seconds."""
     made = datetime.now().astimezone()
     data = {
         **payload(groups),
@@ -55,13 +55,13 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise TDPFedError("report: needs plotly, not installed; pip install 'tdpfed[report]'") from error
+        raise TDPFedError("report: plotly is not installed; pip install 'tdpfed[report]'") from error
     source: str = get_plotlyjs()
     return source.replace("\r\n", "\n")
 
 
 def _json(data: dict[str, Any]) -> str:
-    """Return JSON in which no tag can begin or end."""
+    """Return JSON that cannot contain an HTML tag."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -1,7 +1,7 @@
 """From text to typed values: the lines of ``metrics.jsonl`` and ``refusals.jsonl``, and ``summary.json``.
 
-Whatever is no JSON, or of another type than it must be, is a :class:`ValueError` that says so; what is only missing is
-None. Keys that a report does not know are passed over: other versions of the package write others.
+Invalid JSON and values of a wrong type raise a :class:`ValueError`; missing values become None. Unknown keys are
+ignored, because other versions of the package may write them.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 ACCURACIES = ("personalized_accuracy", "local_accuracy", "global_accuracy")
 LOSSES = ("loss", "personalized_loss", "global_loss")
 FIELDS = ("round", *ACCURACIES, *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected", "epsilon")
-"""Quantities of a record, a number for each evaluated round."""
+"""Quantities of a record; each has one value per evaluated round."""
 FIGURES = (
     *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "train_loss", "uplink_bytes", "downlink_bytes",
     "seconds", "rounds", "rejected_uploads", "compression_rate", "epsilon", "delta",
@@ -25,7 +25,7 @@ Number = float | None
 
 @dataclass(frozen=True)
 class Refusal:
-    """An upload that was refused: when, whose, by which rule and why."""
+    """A rejected upload: its round and client, the rule and the reason."""
 
     round: int
     client: int | None
@@ -35,7 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run wrote at its end: numbers, words and versions of the software."""
+    """The summary of a run: numbers, texts and software versions."""
 
     figures: dict[str, Number]
     texts: dict[str, str]
@@ -43,16 +43,16 @@ class Summary:
 
 
 def lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers; the last may lack its end."""
+    """Yield the lines of a file with their numbers; the last line may be incomplete."""
     yield from enumerate(text.removesuffix("\n").split("\n") if text else (), 1)
 
 
 def record(text: str) -> dict[str, Any]:
-    """Return what a report uses of a record."""
+    """Return the parts of a record that a report uses."""
     line = _object(text)
     clients, diagnostics = line.get("client_accuracy") or [], line.get("diagnostics") or {}
     if not isinstance(clients, list) or not isinstance(diagnostics, dict):
-        raise ValueError("no record")
+        raise ValueError("not a record")
     return {
         **{field: _number(line.get(field)) for field in FIELDS},
         "round": _round(line),
@@ -62,7 +62,7 @@ def record(text: str) -> dict[str, Any]:
 
 
 def refusal(text: str) -> Refusal:
-    """Return the refusal that a line tells of."""
+    """Return the rejected upload that a line describes."""
     line = _object(text)
     client = line.get("client")
     return Refusal(
@@ -74,7 +74,7 @@ def refusal(text: str) -> Refusal:
 
 
 def summary(text: str) -> Summary:
-    """Return what a report uses of a summary."""
+    """Return the parts of a summary that a report uses."""
     values = _object(text)
     versions = values.get("versions")
     words = {**(versions if isinstance(versions, dict) else {}), "commit": values.get("commit")}.items()
@@ -94,7 +94,7 @@ def _object(text: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         raise ValueError("no whole JSON object") from None
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("no whole JSON object")
     return value
@@ -110,7 +110,7 @@ def _round(line: dict[str, Any]) -> int:
 def _number(value: Any) -> Number:
     if value is None:
         return None
-    # Not so NaN, nor what arithmetic would overflow with.
+    # Rejects NaN and numbers that would overflow in arithmetic.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise ValueError(f"{str(value)[:40]!r} given, must be a number")
     return value

@@ -1,4 +1,4 @@
-"""What a page shows, as plain values for JSON: compact, and already put into words where a person reads it."""
+"""The data of a page as plain values for JSON: compact, and formatted as text where it is displayed."""
 
 import json
 from collections import Counter
@@ -13,10 +13,10 @@ from tdpfed.report.plans import plan_of
 from tdpfed.report.read import Run, Series
 from tdpfed.report.table import COLUMNS, REACH_AT, Cell, cells, run_cells, target_of
 
-MOST_CLIENTS = 2000
-"""Clients whose accuracies a page holds one by one; of more it holds evenly spaced quantiles."""
-MOST_REFUSED = 20
-"""Clients with refused uploads that a page names."""
+MAX_CLIENTS = 2000
+"""Maximum number of clients whose accuracies a page contains; beyond it, evenly spaced quantiles are used."""
+MAX_REJECTED = 20
+"""Maximum number of clients with rejected uploads that a page lists."""
 
 
 def payload(groups: Sequence[Group]) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> list[Any]:
-    """Return the value to sort by, the words to show and the mark."""
+    """Return the value to sort by, the text to show and the mark."""
     return [_digits(cell.value, 9), str(cell), cell.mark]
 
 
 def _series(series: Series) -> dict[str, list[Number]]:
-    """Return the quantities that a page draws, in its units, without those that say nothing."""
+    """Return the quantities that a page draws, in its units, without those that have no values."""
     found = {"round": series["round"]} if "round" in series else {}
     found |= {field: _short(series[field], 5) for field in (*ACCURACIES, *LOSSES)}
     if "round" in series:
@@ -110,10 +110,10 @@ def _series(series: Series) -> dict[str, list[Number]]:
 
 
 def _clients(accuracies: Sequence[Number]) -> list[Number]:
-    if len(accuracies) <= MOST_CLIENTS:
+    if len(accuracies) <= MAX_CLIENTS:
         return _short(accuracies, 5)
     known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
-    return _short([known[i * (len(known) - 1) // MOST_CLIENTS] for i in range(MOST_CLIENTS + 1)] if known else [], 5)
+    return _short([known[i * (len(known) - 1) // MAX_CLIENTS] for i in range(MAX_CLIENTS + 1)] if known else [], 5)
 
 
 def _plan(plan: FactorPlan | str | None) -> dict[str, Any] | str | None:
@@ -124,7 +124,7 @@ def _plan(plan: FactorPlan | str | None) -> dict[str, Any] | str | None:
 
 
 def _robust(group: Group) -> dict[str, Any] | None:
-    """Return what the server did against bad uploads, and which it refused; None where neither is the case."""
+    """Return the robustness settings and the rejected uploads of a group; None if there are neither."""
     first = group.runs[0]
     rule, attack = first.setting("robust.name", "mean"), first.setting("robust.attack")
     used: Mapping[str, Any] = {
@@ -145,8 +145,8 @@ def _robust(group: Group) -> dict[str, Any] | None:
         "used": {key: str(value) for key, value in used.items() if value is not None},
         "rejected": max(rejected, len(refusals)),
         "rules": [[rule, n, reasons[rule]] for rule, n in Counter(one.rule for one in refusals).most_common()],
-        "clients": clients.most_common(MOST_REFUSED),
-        "others": max(0, len(clients) - MOST_REFUSED),
+        "clients": clients.most_common(MAX_REJECTED),
+        "others": max(0, len(clients) - MAX_REJECTED),
     }
 
 
@@ -155,7 +155,7 @@ def _short(values: Sequence[Number], digits: int) -> list[Number]:
 
 
 def _digits(value: Number, digits: int) -> Number:
-    """Return a number with so many significant digits, whole ones without a point."""
+    """Return a number rounded to significant digits; whole numbers become integers."""
     if value is None or isinstance(value, int):
         return value
     short = float(f"{value:.{digits}g}")

@@ -1,4 +1,4 @@
-"""The factor plan of a run from its configuration alone: data set and model by name, no data and no code of others."""
+"""The factor plan of a run, computed from its configuration without loading data or importing user code."""
 
 import torch
 
@@ -13,7 +13,7 @@ from tdpfed.report.read import Run
 
 
 def plan_of(run: Run) -> FactorPlan | str | None:
-    """Return the plan, or in words why it cannot be shown; None for a method without factors."""
+    """Return the plan, or a text that says why it cannot be shown; None for a method without factors."""
     if ":" in (name := str(run.setting("algorithm.name"))):
         return _not_imported("method", name)
     try:
@@ -32,14 +32,14 @@ def plan_of(run: Run) -> FactorPlan | str | None:
 
 
 def _not_imported(kind: str, name: str) -> str:
-    return f"{name} is a {kind} of your own, which a report does not import; see tdpfed plan"
+    return f"{name} is a custom {kind}, which a report does not import; use tdpfed plan"
 
 
 def _input(config: Config) -> tuple[tuple[int, ...], int]:
-    """Return shape and classes of a data set by name."""
+    """Return the sample shape and the number of classes of a data set."""
     name, options = config.data.name, config.data.options
     if name not in (known := available()):
-        raise TDPFedError(f"the shape of {name!r} is not known without its data; see tdpfed plan --input-shape")
+        raise TDPFedError(f"the shape of {name!r} is not known without its data; use tdpfed plan --input-shape")
     shape, classes = known[name].shape, known[name].classes
     given = options.get("dimension", shape[0]), options.get("classes", classes)
     if name == "synthetic" and all(type(value) is int for value in given):

@@ -1,9 +1,9 @@
-"""Run folders as a report reads them: strict about types, lenient about damage, which becomes a note.
+"""Reading of run folders for a report: strict about types, tolerant of damage, which becomes a note.
 
-A folder is a run if it holds ``config.toml`` and ``metrics.jsonl``; one that holds runs, as ``tdpfed compare`` makes
-it, stands for all of them. A metrics file is read up to the first line that is
-no record (the writer may be in the middle of it); nothing else of the folder has to be there or whole. Only JSON and
-TOML are parsed, and nothing that a folder names is imported.
+A folder is a run if it contains ``config.toml`` and ``metrics.jsonl``; a folder of runs, such as the one that
+``tdpfed compare`` writes, stands for all of them. A metrics file is read up to the first invalid line (the writer may
+be in the middle of it); all other files may be missing or damaged. Only JSON and TOML are parsed, and no code is
+imported.
 """
 
 import re
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its configuration, a column per quantity over the evaluated rounds, and what it came to so far."""
+    """One run: its configuration, a series per quantity over the evaluated rounds, and its results so far."""
 
     path: Path
     config: Mapping[str, Any]
@@ -52,38 +52,38 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the run ended, as finished or failed; in progress where no summary speaks of the last round."""
+        """How the run ended, such as finished or failed; in progress if no summary covers the last round."""
         return self.texts.get("status", IN_PROGRESS)
 
     @property
     def rounds(self) -> int:
-        """The last evaluated round; 0 before there is one."""
+        """The last evaluated round; 0 if there is none yet."""
         return int(self.series["round"][-1] or 0) if self.series["round"] else 0
 
     @property
     def algorithm(self) -> str:
-        """The method's name; before a summary tells that of a method of the user's own, its class."""
-        told = self.texts.get("algorithm")
-        name = str(self.setting("algorithm.name", told or "unknown method"))
-        return told or name.rpartition(":")[2] if ":" in name else name
+        """The method's name; for a user's own method its class, until a summary gives the name."""
+        recorded = self.texts.get("algorithm")
+        name = str(self.setting("algorithm.name", recorded or "unknown method"))
+        return recorded or name.rpartition(":")[2] if ":" in name else name
 
     @property
     def dataset(self) -> str:
-        """The data set's name, with its options where there are any."""
+        """The data set's name, with its options if any."""
         options = self.setting("data.options")
         given = ", ".join(f"{key}={value}" for key, value in options.items()) if isinstance(options, Mapping) else ""
         name = self.setting("data.name", self.texts.get("dataset", "unknown data"))
         return f"{name} ({given})" if given else str(name)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return a value of the configuration by its full key, as ``run.seed``."""
+        """Return a value of the configuration by its full key, such as ``run.seed``."""
         section, _, name = key.partition(".")
         table = self.config.get(section)
         return table.get(name, default) if isinstance(table, Mapping) else default
 
 
 def find_runs(path: Path) -> list[Path]:
-    """Return a run folder as it is, and of a folder of runs every one, in the order in which they began."""
+    """Return a run folder itself, or all runs of a folder of runs in the order in which they started."""
     if _is_run(path) or not path.is_dir():
         return [path]
     try:
@@ -94,7 +94,7 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read run folders and folders of runs, each run once, and return them with everything there is to note."""
+    """Read run folders and folders of runs, each run once; return the runs and all notes."""
     seen: dict[Path, Run] = {}
     notes = []
     for path in [run for given in paths for run in find_runs(given)]:
@@ -110,7 +110,7 @@ def read_run(path: Path) -> Run:
     """Read one run folder."""
     if not _is_run(path):
         raise TDPFedError(
-            f"RUN: {str(path)!r} given, must be a run folder, which holds {CONFIG} and {METRICS}, or a folder of such"
+            f"RUN: {str(path)!r} given, must be a run folder, with {CONFIG} and {METRICS}, or a folder of run folders"
         )
     notes: list[str] = []
     toml = _text(path / CONFIG)
@@ -121,7 +121,7 @@ def read_run(path: Path) -> Run:
     for record in records[-1:]:
         record["client_accuracy"] = _honest(record["client_accuracy"], config)
     last = records[-1] if records else {}
-    if _is_of_now(summary, last, cut):
+    if _is_current(summary, last, cut):
         figures, texts = summary.figures, summary.texts
         if not cut and last.get("round", 0) < (figures["rounds"] or 0) and texts["status"] == FINISHED:
             notes.append(f"{METRICS} ends at round {last.get('round', 0)} of {figures['rounds']:g}")
@@ -144,7 +144,7 @@ def read_run(path: Path) -> Run:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Return what to sort a name by, so that seed 10 comes after seed 9."""
+    """Return a sort key for a name, so that seed 10 comes after seed 9."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
@@ -153,7 +153,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _honest(accuracies: Sequence[Number], config: Mapping[str, Any]) -> list[Number]:
-    """Return clients' accuracies without those of the clients that a simulated attack had hostile."""
+    """Return clients' accuracies, with None for the hostile clients of a simulated attack."""
     robust, run = (config.get(section) for section in ("robust", "run"))
     if not isinstance(robust, Mapping) or not isinstance(run, Mapping) or not robust.get("attack"):
         return list(accuracies)
@@ -175,14 +175,14 @@ def _config(toml: str, notes: list[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(toml)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        notes.append(f"{CONFIG} is no valid TOML ({error}); its values are left out")
+        notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}
 
 
 def _lines(
     path: Path, read: Callable[[str], T], round_of: Callable[[T], int], notes: list[str]
 ) -> tuple[list[T], bool]:
-    """Return what the lines of a file tell, up to the first that tells nothing, and whether there was one."""
+    """Return the parsed lines of a file up to the first invalid one, and whether there was one."""
     found: list[T] = []
     before = 0
     if not path.exists():
@@ -190,11 +190,11 @@ def _lines(
     for number, text in parse.lines(_text(path)):
         try:
             one = read(text)
-            # Records go up strictly; refusals share a round.
+            # Rounds of records increase strictly; several refusals may share a round.
             if round_of(one) < before + (path.name == METRICS):
                 raise ValueError(f"round {round_of(one)} after round {before}")
         except ValueError as error:
-            notes.append(f"{path.name} is cut off or damaged at line {number} ({error}); read up to round {before}")
+            notes.append(f"{path.name} is truncated or damaged at line {number} ({error}); read up to round {before}")
             return found, True
         found.append(one)
         before = round_of(one)
@@ -207,12 +207,12 @@ def _summary(path: Path, notes: list[str]) -> Summary:
     except ValueError as error:
         if isinstance(error, TDPFedError):
             raise
-        notes.append(f"{path.name} is damaged ({error}); left out")
+        notes.append(f"{path.name} is damaged ({error}); ignored")
         return Summary({}, {}, {})
 
 
-def _is_of_now(summary: Summary, last: Mapping[str, Any], cut: bool) -> bool:
-    """Whether the summary speaks of the last record; not so where a run was stopped, and resumed since."""
+def _is_current(summary: Summary, last: Mapping[str, Any], cut: bool) -> bool:
+    """Whether the summary describes the last record; it does not if the run was stopped and later resumed."""
     status = summary.texts.get("status")
     if status is None or status in DONE or cut:
         return status is not None
@@ -220,7 +220,7 @@ def _is_of_now(summary: Summary, last: Mapping[str, Any], cut: bool) -> bool:
 
 
 def _so_far(records: Sequence[Mapping[str, Any]]) -> dict[str, Number]:
-    """Return the figures of a summary as far as the records give them."""
+    """Return the numbers of a summary that can be computed from the records."""
     if not records:
         return {}
     last = records[-1]

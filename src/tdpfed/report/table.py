@@ -1,8 +1,8 @@
 """The results as a table, one row per group with mean and spread over its seeds; as CSV, Markdown or LaTeX.
 
-``rounds to`` and ``MB to target`` count what a run needed until its personalised accuracy first reached the target;
-they are empty where a run never did. Of accuracies the highest is marked, of costs the lowest, each among the groups of
-the same task, and what the spreads leave close to it.
+``rounds to target`` and ``MB to target`` count the cost of a run until its personalized accuracy first reaches the
+target; they are empty if a run never reaches it. Among groups of the same task, the highest accuracy and the lowest
+cost are marked as best, and values that are not separated from the best are marked ≈.
 """
 
 import csv
@@ -20,7 +20,7 @@ BEST, CLOSE = "best", "close"
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its key, its heading with the unit, what to multiply by, how many decimals to show, what is best."""
+    """A column: its key, its heading with the unit, a scale factor, the number of decimals, and which value is best."""
 
     key: str
     title: str
@@ -30,14 +30,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("personalized_accuracy", "personalised %", 100, 2, 1),
+    Column("personalized_accuracy", "personalized %", 100, 2, 1),
     Column("local_accuracy", "local %", 100, 2, 1),
     Column("global_accuracy", "global %", 100, 2, 1),
     Column("worst_decile_accuracy", "worst decile %", 100, 2, 1),
     Column("uplink_bytes", "up MB", 1e-6, 2, -1),
     Column("downlink_bytes", "down MB", 1e-6, 2, -1),
     Column("seconds", "seconds", 1, 1, -1),
-    Column("best_personalized_accuracy", "best personalised %", 100, 2, 1),
+    Column("best_personalized_accuracy", "best personalized %", 100, 2, 1),
     Column("compression_rate", "upload rate", 1, 2),
     Column("rounds", "rounds"),
 )
@@ -46,12 +46,12 @@ REACH = (
     Column("uplink_bytes_to_target", "MB to target", 1e-6, 2, -1),
 )
 REACH_AT = 6
-"""Where the cost of reaching a target stands among them."""
+"""Position of the columns ``REACH`` among ``COLUMNS``."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value in the column's unit, its spread, and whether it is the best of its task or not apart from it."""
+    """A value in the column's unit, its spread, and a mark if it is the best of its task or not separated from it."""
 
     value: Number
     spread: Number = None
@@ -67,61 +67,61 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Headings, and rows of words and cells."""
+    """Headings, and rows of texts and cells."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str | Cell]]
 
 
 def cells(group: Group, rivals: Sequence[Group]) -> list[Cell]:
-    """Return the figures of a group, marked among those of its rivals."""
+    """Return the results of a group, marked by comparison with its rivals."""
     return [_marked(column, group.stat(column.key), [one.stat(column.key) for one in rivals]) for column in COLUMNS]
 
 
 def reach_cells(group: Group, rivals: Sequence[Group], target: Number) -> list[Cell]:
-    """Return what reaching a target cost a group, marked likewise."""
+    """Return a group's cost of reaching a target, marked in the same way."""
     stats, others = reach(group, target), [reach(one, target) for one in rivals]
     return [_marked(column, stats[i], [one[i] for one in others]) for i, column in enumerate(REACH)]
 
 
 def _marked(column: Column, stat: Stat, rivals: Sequence[Stat]) -> Cell:
-    """Return a cell; where there is nothing to choose between, nothing is marked."""
+    """Return a cell; if all means are equal, none is marked."""
     means = [one.mean for one in rivals if one.mean is not None]
     mark = ""
     if column.best and stat.mean is not None and len(set(means)) > 1:
         top = max(means) if column.best > 0 else min(means)
-        # Of several at the top, the one that leaves most room.
+        # If several are best, the one with the largest spread.
         best = max((one for one in rivals if one.mean == top), key=lambda one: one.spread or 0.0)
-        mark = BEST if stat.mean == top else "" if stat.apart(best) else CLOSE
+        mark = BEST if stat.mean == top else "" if stat.separated(best) else CLOSE
     return _cell(column, stat, mark)
 
 
 def run_cells(run: Run) -> list[Cell]:
-    """Return the figures of a single run."""
+    """Return the results of a single run."""
     return [_cell(column, Stat(run.figures[column.key])) for column in COLUMNS]
 
 
 def _cell(column: Column, stat: Stat, mark: str = "") -> Cell:
     value, spread = (None if number is None else number * column.scale for number in (stat.mean, stat.spread))
     if not column.key.endswith("accuracy") and spread is not None and spread < 0.5 * 10**-column.decimals:
-        spread = None  # bytes and rounds: as good as the same with every seed
+        spread = None  # bytes and rounds: practically the same for every seed
     return Cell(value, spread, column.decimals, mark)
 
 
 def target_of(groups: Sequence[Group], accuracy: str = ACCURACIES[0]) -> Number:
-    """Return the highest whole per cent that every run which has this accuracy reached, as a fraction."""
+    """Return, as a fraction, the highest whole percentage that every run with this accuracy reached."""
     curves = [run.series[accuracy] for group in groups for run in group.counted]
     known = [max(values) for curve in curves if (values := [value for value in curve if value is not None])]
     return next((percent / 100 for percent in range(100, 0, -1) if known and percent / 100 <= min(known)), None)
 
 
 def goal_of(group: Group, groups: Sequence[Group], target: Number) -> Number:
-    """Return the accuracy whose cost is shown for a group: ``target``, or what its data set's runs all reached."""
+    """Return the accuracy whose cost is shown for a group: ``target``, or what all runs of its data set reached."""
     return target_of([other for other in groups if other.dataset == group.dataset]) if target is None else target
 
 
 def cost_to(run: Run, target: float) -> tuple[Number, Number]:
-    """Return rounds and uploaded bytes until personalised accuracy first reached ``target``; None, None if never."""
+    """Return rounds and uploaded bytes until personalized accuracy first reaches ``target``; None, None if never."""
     for accuracy, round_, sent in zip(
         run.series["personalized_accuracy"], run.series["round"], run.series["uplink_bytes"], strict=True
     ):
@@ -131,20 +131,20 @@ def cost_to(run: Run, target: float) -> tuple[Number, Number]:
 
 
 def reach(group: Group, target: Number) -> tuple[Stat, Stat]:
-    """Return :func:`cost_to` over the runs of a group; no means where one of them never got there."""
+    """Return :func:`cost_to` over the runs of a group; no means if one of them never reaches the target."""
     costs = [cost_to(run, target) if target is not None else (None, None) for run in group.counted]
     return Stat.of([rounds for rounds, _ in costs]), Stat.of([sent for _, sent in costs])
 
 
 def _goal(target: Number) -> Cell:
-    """Return a target in per cent, with decimals where there are any."""
+    """Return a target in percent, with decimals only if needed."""
     return Cell(None) if target is None else Cell(100 * target, decimals=0 if round(100 * target, 6) % 1 == 0 else 2)
 
 
 def results(groups: Sequence[Group], target: Number = None) -> Table:
-    """Return the groups' figures, those of one data set together, with the cost of reaching a common accuracy.
+    """Return the groups' results, ordered by data set, with the cost of reaching a common accuracy.
 
-    That is ``target``, a fraction, or what :func:`target_of` finds for each data set.
+    That accuracy is ``target``, a fraction, or the result of :func:`target_of` for each data set.
     """
     rows: list[list[str | Cell]] = []
     for group in groups:
@@ -168,7 +168,7 @@ def results(groups: Sequence[Group], target: Number = None) -> Table:
 
 
 def single_runs(groups: Sequence[Group]) -> Table:
-    """Return every run's own figures."""
+    """Return the results of each run."""
     rows: list[list[str | Cell]] = [
         [group.dataset, group.label, run.name, str(run.setting("run.seed", "-")), *run_cells(run), run.status]
         for group in groups
@@ -178,7 +178,7 @@ def single_runs(groups: Sequence[Group]) -> Table:
 
 
 def plan_rows(plans: Sequence[tuple[Group, FactorPlan]]) -> Table:
-    """Return what each plan does to each parameter, and in all."""
+    """Return the sizes of each parameter under each plan, and the totals."""
     rows: list[list[str | Cell]] = []
     for group, plan in plans:
         lines = [(row.name, "x".join(map(str, row.shape)), row.rank, row.dense, row.factored) for row in plan.rows()]
@@ -189,7 +189,7 @@ def plan_rows(plans: Sequence[tuple[Group, FactorPlan]]) -> Table:
 
 
 def to_csv(table: Table) -> str:
-    """Return plain numbers in full, a column of its own for each spread that there is."""
+    """Return unrounded numbers as CSV, with a separate column for each spread."""
     spread = [
         any(isinstance(row[i], Cell) and row[i].spread is not None for row in table.rows)  # type: ignore[union-attr]
         for i in range(len(table.titles))
@@ -206,7 +206,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """Return a Markdown table; the best is bold, ≈ marks what the spread does not separate from it."""
+    """Return a Markdown table; the best is bold, ≈ marks values that are not separated from it."""
     escape = _escaper({"\\": "\\\\", "|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "\\`", "\n": " "})
     rows = [[_text(cell, escape, "**{}**", "≈ {}") for cell in row] for row in table.rows]
     kinds = table.rows[0] if table.rows else table.titles
@@ -215,7 +215,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """Return a ``tabular`` with booktabs' rules."""
+    """Return a LaTeX ``tabular`` with booktabs rules."""
     words = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum"}
     special = {char: f"\\{char}" for char in "&%$#_{}"} | {char: f"\\{word}{{}}" for char, word in words.items()}
     escape = _escaper({**special, "\n": " "})

@@ -1,4 +1,4 @@
-"""A report on disk: the page, figures and tables beside it, and a page that follows a run in progress."""
+"""Writing a report: the page, exported figures and tables, and a page that follows a run in progress."""
 
 import re
 import time
@@ -25,7 +25,7 @@ FORMATS = ("png", "svg", "pdf")
 
 @dataclass(frozen=True)
 class Report:
-    """A page that was written, what is on it, what is to be noted, and whether there is more to come."""
+    """A written page, its groups and notes, and whether runs are still in progress."""
 
     page: Path
     groups: Sequence[Group]
@@ -34,10 +34,10 @@ class Report:
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, *, reload_every: float = 0.0) -> Report:
-    """Read run folders and write their page: into the one folder that was given, or here, unless told.
+    """Read run folders and write their page to ``out``, by default into a single given folder or the working directory.
 
-    A page that is kept up to date reloads itself every so many seconds while a run is in progress. A folder of runs is
-    open for more of them, and never finished.
+    If ``reload_every`` is positive, the page reloads itself after that many seconds while a run is in progress. A
+    folder of runs always counts as in progress, because more runs may start.
     """
     read, damage = read_runs(runs)
     groups, notes = group_runs(read)
@@ -62,7 +62,7 @@ def follow(
     every: float = 1.0,
     reload: float = 5.0,
 ) -> Report:
-    """Write the page again whenever a run has changed, until all have ended; Ctrl-C leaves a snapshot."""
+    """Rewrite the page whenever a run has changed, until all have ended; Ctrl-C leaves a snapshot."""
     try:
         while True:
             seen = _state(runs)
@@ -77,7 +77,7 @@ def follow(
 
 
 def check_export(folder: Path) -> None:
-    """Refuse what :func:`export` could not write to, before anything is written."""
+    """Reject a folder that :func:`export` could not write to, before anything is written."""
     figures.check()
     if folder.exists() and not folder.is_dir():
         raise TDPFedError(f"--export: {str(folder)!r} is a file, must be a folder")
@@ -105,7 +105,7 @@ def export(groups: Sequence[Group], folder: Path) -> list[Path]:
                 figure.set_layout_engine("none")  # laid out once, for all formats
                 for ending in FORMATS:
                     written.append(folder / f"{prefix}{_slug(name)}.{ending}")
-                    stamp = {"svg": "Date", "pdf": "CreationDate"}.get(ending)  # the same run, the same file
+                    stamp = {"svg": "Date", "pdf": "CreationDate"}.get(ending)  # reproducible: no date
                     figure.savefig(written[-1], format=ending, metadata={stamp: None} if stamp else None)
 
             figures.draw([group for group in groups if group.dataset == dataset], save)
@@ -117,7 +117,7 @@ def _slug(name: str) -> str:
 
 
 def _state(runs: Sequence[Path]) -> list[tuple[Path, int, int]]:
-    """Return what changes when a run begins or writes: its files, their times and sizes."""
+    """Return times and sizes of the files of all runs, which change when a run starts or writes."""
     found = []
     names = (CONFIG, METRICS, REFUSALS, SUMMARY)
     for path in [run / name for given in runs for run in find_runs(given) for name in names]:

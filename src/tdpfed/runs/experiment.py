@@ -1,4 +1,4 @@
-"""From a configuration to a simulation ready to run: data, model and algorithm put together."""
+"""Builds a simulation from a configuration: data, model and algorithm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,24 +15,24 @@ from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
 
-FULL_NAMES = {
+CONFIG_KEYS = {
     "data set": "data.name", "classes per client": "data.per_client", "dirichlet alpha": "data.alpha",
     "model": "model.name",
 }  # fmt: skip
-"""Keys of the configuration for what the data and model builders call otherwise."""
+"""Configuration keys for the field names in errors of the data and model builders."""
 
 
 def prepare(
     config: Config, data_root: Path | None = None, state_folder: Path | None = None, ranks: Ranks = ALONE
 ) -> Simulation:
-    """Load and deal the data, build the model, and return the simulation at round 0; nothing is written.
+    """Load and partition the data, build the model, and return the simulation at round 0; nothing is written.
 
-    State that does not fit into memory goes to the disk of ``state_folder``. Of several ``ranks`` this is one.
+    Private state that does not fit in memory is stored on the disk of ``state_folder``.
     """
     device, seed = config.device(), config.run.seed
     if device.type == "cuda":
         ranks.check_devices()
-    with _full_names():
+    with _config_keys():
         federation = federation_of(config, data_root)
         model = from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed)
     every = config.run.diagnostics_every
@@ -58,28 +58,28 @@ def prepare(
 
 
 def federation_of(config: Config, data_root: Path | None = None) -> Federation:
-    """Load the data that a configuration names, and deal them."""
+    """Load the data set of a configuration and partition it among the clients."""
     data = plain(config.data)
     name, seed = data.pop("name"), data.pop("seed")
     return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
 
 
 @contextmanager
-def _full_names() -> Iterator[None]:
-    """Let errors of the data and model builders name the key of the configuration."""
+def _config_keys() -> Iterator[None]:
+    """Make errors of the data and model builders name the configuration key."""
     try:
         yield
     except TDPFedError as error:
         field = error.field or ""
-        if field in FULL_NAMES:
-            raise error.at(FULL_NAMES[field]) from error
+        if field in CONFIG_KEYS:
+            raise error.at(CONFIG_KEYS[field]) from error
         if field.partition(".")[0] in {item.name for item in settings_of(Data)}:
             raise error.within("data") from error
         raise
 
 
 def threads(config: Config, simulation: Simulation) -> int:
-    """Return how many CPU threads to use: on small vectors a second one costs more in waiting than it computes."""
+    """Return how many CPU threads to use: with small models a second thread waits more than it computes."""
     if config.run.threads != "auto":
         return config.run.threads
     asked = config.participation

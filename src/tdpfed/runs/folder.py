@@ -1,7 +1,7 @@
 """A run on disk: ``config.toml`` (resolved), ``metrics.jsonl`` (a line per evaluated round) and ``summary.json``.
 
-Where uploads were refused, ``refusals.jsonl`` names each: round, client, rule, tensor and reason. Lines are written to
-the disk at the end of their round, so that a crash loses no finished round. The summary is written atomically.
+Refused uploads are listed in ``refusals.jsonl``: round, client, rule, tensor and reason. Lines are flushed to disk at
+the end of their round, so that a crash loses no finished round. The summary is written atomically.
 """
 
 import json
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class RunFolder:
-    """The folder of one run; made by :meth:`create`, which refuses a folder that holds anything."""
+    """The folder of one run, created by :meth:`create`, which refuses a folder that is not empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,15 +43,15 @@ class RunFolder:
         with write_errors("--out", path):
             path.mkdir(parents=True, exist_ok=True)
             (path / METRICS).touch()
-            write_file(path / CONFIG, config, field="--out")  # last: a folder with a configuration is a run
+            write_file(path / CONFIG, config, field="--out")  # last: it marks the folder as a run
         return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> tuple["RunFolder", str]:
-        """Return the folder of a run that was begun, and its configuration."""
+        """Return the folder of an existing run, and its configuration."""
         config = path / CONFIG
         if not config.is_file():
-            raise TDPFedError(f"--resume: {str(path)!r} is no run folder, it must hold config.toml")
+            raise TDPFedError(f"--resume: {str(path)!r} given, must be a run folder, with a config.toml")
         try:
             return cls(path), config.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -77,19 +77,19 @@ class RunFolder:
                         found.append(read(line))
                         kept += text + "\n"
                 except (ValueError, TypeError, KeyError):
-                    if number < len(lines):  # the last may well have been cut off
+                    if number < len(lines):  # the last line may be incomplete after a crash
                         self.warnings.append(f"{name}: line {number} of {str(self.path)!r} is damaged and left out")
             write_file(file, kept, field="--out")
         return found
 
     @staticmethod
     def check(path: Path) -> None:
-        """Refuse a path that holds anything; nothing is written."""
+        """Refuse a path that is not a new or empty folder; nothing is written."""
         with write_errors("--out", path):
             if path.exists() and not path.is_dir():
-                raise TDPFedError(f"--out: {str(path)!r} is a file; give a new or empty folder")
+                raise TDPFedError(f"--out: {str(path)!r} given, which is a file; must be a new or empty folder")
             if path.exists() and any(not _left_over(entry) for entry in path.iterdir()):
-                raise TDPFedError(f"--out: {str(path)!r} is already there and not empty; give a new or empty folder")
+                raise TDPFedError(f"--out: {str(path)!r} given, which is not empty; must be a new or empty folder")
 
     def append(self, record: Record) -> None:
         """Add a record as one line."""
@@ -107,11 +107,11 @@ class RunFolder:
         with write_errors("--out", self.path), (self.path / name).open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint of this round may follow, and must not outlive it
+            os.fsync(file.fileno())  # the lines must be on disk before a checkpoint of this round
 
     @property
     def done(self) -> bool:
-        """Whether the run in it is complete."""
+        """Whether the run is complete."""
         try:
             return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))["status"] in DONE
         except (OSError, ValueError, KeyError, TypeError):
@@ -127,7 +127,7 @@ class RunFolder:
 
 
 class NoFolder(RunFolder):
-    """The folder of a process that leaves writing to another one: nothing is written."""
+    """The folder in a process that does not write: another process writes the files."""
 
     def rewind(self, round_: int, *others: str) -> list[Record]:
         """Return no records."""
@@ -136,7 +136,7 @@ class NoFolder(RunFolder):
 
     @property
     def done(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def finish(self, summary: dict[str, Any]) -> None:
@@ -147,11 +147,11 @@ class NoFolder(RunFolder):
 
 
 def file_name(text: str) -> str:
-    """Return a text as part of a folder's name, on any file system."""
+    """Return a text as part of a folder name that is valid on any file system."""
     return re.sub(r"[^\w.=+-]+", "_", text)
 
 
 def _left_over(entry: Path) -> bool:
-    """Whether a file was left by a start that was killed before it became a run."""
+    """Whether a file was left by a run that was killed while its folder was created."""
     temporary = [part_of(Path(name)).name for name in (CONFIG, SEEDS)]
     return entry.name in temporary or (entry.name == METRICS and entry.stat().st_size == 0)

@@ -31,7 +31,7 @@ class _Request(IntEnum):
 
 
 class GatheredRows:
-    """The rows of all clients, for the first process; the others must be answering, inside :func:`gathered`."""
+    """The rows of all clients, for the first process; the others answer requests in :func:`gathered`."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.start, self.clients, self.touched = store, store.start, store.clients, store.touched
@@ -97,7 +97,7 @@ def load_for_all(checkpoints: Checkpoints, simulation: Simulation) -> tuple[Snap
 
 
 def _answer_requests(store: Store) -> Store:
-    """Answer the first process's requests until there are no more; return the store that was made last."""
+    """Answer the first process's requests until there are no more; return the latest store."""
     ranks = store.ranks
     device = next(iter(store.start.values())).device if store.start else torch.device("cpu")
     failed: TDPFedError | None = None  # raised at the end: the first process expects answers until then

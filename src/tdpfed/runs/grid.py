@@ -1,6 +1,6 @@
-"""Many runs in one folder, each in a run folder of its own: finished runs are kept, one that fails stops no other.
+"""Many runs in one folder, each in its own run folder: finished runs are kept, and a failed run does not stop others.
 
-On a GPU runs that differ in their seed alone are computed together.
+On a GPU, runs that differ only in their seed are computed together.
 """
 
 import tomllib
@@ -38,23 +38,23 @@ class CellResult:
 
 
 def begin_seeds(config: Config, folder: Path) -> Path:
-    """Make a folder for a run with several seeds, and return it; nothing is made where there is something else."""
+    """Create a folder for a run with several seeds and return it; a folder with other content is refused."""
     if not has_seeds(folder):
         RunFolder.check(folder)
     elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
-        raise TDPFedError(f"--out: {str(folder)!r} holds another run; give another folder with --out")
-    _make(folder)
+        raise TDPFedError(f"--out: {str(folder)!r} given, which holds another run; must be another folder")
+    _create(folder)
     write_file(folder / SEEDS, to_toml(config), field="--out")
     return folder
 
 
 def has_seeds(folder: Path) -> bool:
-    """Whether a folder is that of a run with several seeds."""
+    """Whether a folder holds a run with several seeds."""
     return (folder / SEEDS).exists()
 
 
 def seeds_in(folder: Path) -> list[Cell]:
-    """Return a cell for each seed of such a folder."""
+    """Return a cell for each seed of a run with several seeds."""
     config = _configuration(folder / SEEDS)
     seeds = range(config.run.seed, config.run.seed + config.run.seeds)
     runs = (replace(config.run, seed=seed, seeds=1) for seed in seeds)
@@ -62,10 +62,10 @@ def seeds_in(folder: Path) -> list[Cell]:
 
 
 def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
-    """Return the cells that are finished in a folder; none of them is an error."""
+    """Return the cells that are finished in a folder; raise an error if none is."""
     done = [cell for cell in cells if RunFolder(folder / cell.name).done]
     if cells and not done:
-        raise TDPFedError(f"--no-run: {str(folder)!r} holds none of these runs finished")
+        raise TDPFedError(f"--no-run: {str(folder)!r} holds no finished run of this experiment")
     return done
 
 
@@ -78,32 +78,32 @@ def run_cells(
     on_round: Callable[[Session], None],
     on_end: Callable[[CellResult], None],
 ) -> list[CellResult]:
-    """Run the cells that are not finished; nothing is run where the folder holds another experiment.
+    """Run the cells that are not finished; a folder with another experiment is refused before any run.
 
-    Cells that were stopped go on from their last checkpoint, and so do those that failed. Ctrl-C is passed on.
+    Cells that were interrupted or failed resume from their last checkpoint. Ctrl-C is raised again.
     """
     paths = {cell.name: folder / cell.name for cell in cells}
     if len(paths) < len(cells):
-        raise TDPFedError(f"cells: {len(cells)} given, of which only {len(paths)} have different names")
+        raise TDPFedError(f"cells: {len(cells)} given with {len(paths)} different names, names must be unique")
     for cell in cells:
         _check(paths[cell.name], cell.config)
-    _make(folder)
-    outcomes = {
+    _create(folder)
+    results = {
         cell.name: CellResult(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
     }
-    for outcome in outcomes.values():
-        on_end(outcome)
-    threads = torch.get_num_threads()  # a session may take fewer, and the next would think there are no more
-    for group in _together([cell for cell in cells if cell.name not in outcomes]):
+    for result in results.values():
+        on_end(result)
+    threads = torch.get_num_threads()  # a session may set fewer, which must not limit the next
+    for group in _groups([cell for cell in cells if cell.name not in results]):
         on_start(group)
         try:
             ended = _run(group, [paths[cell.name] for cell in group], data_root, on_round)
         finally:
             torch.set_num_threads(threads)
-        for outcome in ended:
-            outcomes[outcome.cell.name] = outcome
-            on_end(outcome)
-    return [outcomes[cell.name] for cell in cells]
+        for result in ended:
+            results[result.cell.name] = result
+            on_end(result)
+    return [results[cell.name] for cell in cells]
 
 
 def _run(
@@ -117,18 +117,18 @@ def _run(
             sessions.append(Session.resume(path, data_root) if begun else Session.begin(cell.config, path, data_root))
         errors = run_together(sessions, show)
         for session in [session for session in sessions if not session.summary]:
-            session.end()  # killed after its last round and before its summary
-    except Exception as error:  # a full memory, a full disk, code of the user's own: whatever it is, the others go on
+            session.end()  # it was killed between its last round and its summary
+    except Exception as error:  # memory, disk or user code: the other cells still run
         errors = [error] * len(cells)
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [
-        CellResult(cell, path, error=None if error is None else _line(error), warnings=said)
-        for cell, path, error, said in zip(cells, paths, errors, warnings, strict=True)
+        CellResult(cell, path, error=None if error is None else _one_line(error), warnings=own)
+        for cell, path, error, own in zip(cells, paths, errors, warnings, strict=True)
     ]
 
 
-def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
-    """Yield cells to compute as one: on a GPU those that differ in their seed alone, on a CPU one after another."""
+def _groups(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+    """Yield groups of cells to compute together: on a GPU those that differ only in their seed, else single cells."""
     groups: dict[Any, list[Cell]] = {}
     for number, cell in enumerate(cells):
         unseeded = replace(cell.config, run=replace(cell.config.run, seed=0))
@@ -138,18 +138,18 @@ def _together(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
 
 
 def _check(path: Path, config: Config) -> None:
-    """Refuse a folder that holds anything but this very run."""
+    """Refuse a folder that holds anything but this run."""
     if not _begun(path):
         RunFolder.check(path)
         return
     there = _configuration(path / CONFIG)
-    if RunFolder(path).done:  # kept wherever it was computed
+    if RunFolder(path).done:  # a finished run may have been computed on another device
         there = replace(there, run=replace(there.run, device=config.run.device))
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         raise TDPFedError(
-            f"--out: {str(path)!r} holds another run ({was!r}, not {wanted!r}); give another folder with --out"
+            f"--out: {str(path)!r} given, which holds another run ({was!r}, not {wanted!r}); must be another folder"
         )
 
 
@@ -161,16 +161,16 @@ def _configuration(file: Path) -> Config:
 
 
 def _begun(path: Path) -> bool:
-    """Whether there is a run; what one leaves that was killed at once is none."""
+    """Whether a folder holds a run; files left by a killed start do not count."""
     return (path / CONFIG).exists()
 
 
-def _make(folder: Path) -> None:
+def _create(folder: Path) -> None:
     with write_errors("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _line(error: Exception) -> str:
-    """Return an error as one line; one that is not of our own words with its kind."""
+def _one_line(error: Exception) -> str:
+    """Return an error as one line; exceptions other than TDPFedError with their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, TDPFedError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,7 +1,7 @@
-"""What a run writes while it advances, simulated or deployed: records, refusals, checkpoints and a summary.
+"""The output of a run, simulated or deployed: records, refusals, checkpoints and a summary.
 
-Finished rounds are always on the disk: a line per evaluated round, a checkpoint every so many rounds, and a summary at
-the end, also after Ctrl-C or an error.
+Finished rounds are always on disk: a line per evaluated round, regular checkpoints, and a summary at the end, even
+after Ctrl-C or an error.
 """
 
 import time
@@ -21,7 +21,7 @@ from tdpfed.wire import Rejected
 class Journal:
     """The records of a run so far, its clock, and where they are written: a run folder, checkpoints and loggers.
 
-    Of several processes only the one that ``leads`` uses loggers.
+    With several processes only the one that ``leads`` uses loggers.
     """
 
     def __init__(self, config: Config, folder: RunFolder, *, leads: bool = True) -> None:
@@ -38,12 +38,12 @@ class Journal:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Start to count seconds, from those of the last record."""
+        """Start the clock, at the seconds of the last record."""
         self._began = time.perf_counter() - (self.records[-1].seconds if self.records else 0.0)
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, without the time between being stopped and resumed."""
+        """Seconds that the run has taken, without the time between a stop and a resume."""
         return time.perf_counter() - self._began
 
     def after_round(
@@ -60,12 +60,12 @@ class Journal:
         ``record`` evaluates the round, None if that is not due; ``save`` saves a checkpoint.
         """
         if record is not None:
-            made = record()
-            with ctrl_c_waits():  # the summary is about the last line
-                self.folder.append(made)
-                self.records.append(made)
+            new = record()
+            with ctrl_c_waits():  # the summary must match the last line
+                self.folder.append(new)
+                self.records.append(new)
             if self.leads:
-                self.loggers.record(made)
+                self.loggers.record(new)
         self.folder.refuse(round_, refused)
         if due(round_, self.config.checkpoint.every, last):
             save()
@@ -73,7 +73,7 @@ class Journal:
     def end(self, facts: Facts, status: str, *, refused: Sequence[Rejected] = (), **more: Any) -> dict[str, Any]:
         """Write the summary, with ``more`` values, and return it.
 
-        ``refused`` are the uploads refused in a round that did not count, since too few others were left.
+        ``refused`` are the uploads refused in a last round that failed for lack of uploads.
         """
         self.folder.refuse(facts.rounds + 1, refused)
         self.summary = summarize(facts, self.records, status) | more

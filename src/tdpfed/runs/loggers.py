@@ -1,8 +1,8 @@
-"""TensorBoard and MLflow beside a run's own files, where ``run.loggers`` asks for them.
+"""TensorBoard and MLflow loggers, enabled by ``run.loggers`` in addition to a run's own files.
 
-Each gets the configuration before the first record, the numbers of every record (step = round) and the summary. What
-they do is never a reason for a run to stop: one that fails is named once on standard error, and left out from then on.
-A resumed run goes on where the other one was: TensorBoard drops what came after, MLflow keeps the first of each step.
+Each logs the configuration before the first record, the numbers of every record (step = round) and the summary. A
+logger that fails does not stop the run: it is reported once on standard error and disabled. A resumed run continues the
+same logs: TensorBoard discards later steps, MLflow keeps the first value of each step.
 """
 
 import contextlib
@@ -23,24 +23,29 @@ from tdpfed.server.records import Record
 
 T = TypeVar("T")
 Values = Mapping[str, float]
-STATES = {"finished": "FINISHED", "privacy budget spent": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-"""A run's ends in MLflow's words."""
-AT_ONCE = 100
-"""Values that MLflow takes in one request."""
+MLFLOW_STATUS = {
+    "finished": "FINISHED",
+    "privacy budget spent": "FINISHED",
+    "interrupted": "KILLED",
+    "failed": "FAILED",
+}
+"""MLflow's status for each status of a run."""
+VALUES_PER_REQUEST = 100
+"""Most values that MLflow accepts in one request."""
 
 
 class Logger(Protocol):
-    """What a logger does: numbers at a step, and the end of a run; its configuration it gets when it is made."""
+    """Logs numbers at a step, and the end of a run; the constructor logs the configuration."""
 
     def log(self, values: Values, step: int) -> None:
-        """Note numbers by name."""
+        """Log numbers by name."""
 
     def close(self, status: str) -> None:
-        """Note how the run ended."""
+        """Log the final status of the run."""
 
 
 class Loggers:
-    """The loggers of a run; made when there is something to log."""
+    """The loggers of a run, created when there is something to log."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.check(config)
@@ -60,14 +65,14 @@ class Loggers:
     def record(self, record: Record) -> None:
         """Log the numbers of a record."""
         for name in list(self._names):
-            with self._harmless(name):
+            with self._disable_on_error(name):
                 self._logger(name, record.round).log(scalars(record.as_dict()), record.round)
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Log the summary, under names of its own, and close the loggers."""
+        """Log the summary under ``summary/`` and close the loggers."""
         values = {f"summary/{key}": value for key, value in scalars(summary).items()}
         for name in list(self._names):
-            with self._harmless(name):
+            with self._disable_on_error(name):
                 logger = self._logger(name, None)
                 logger.log(values, summary["rounds"])
                 logger.close(summary["status"])
@@ -80,17 +85,17 @@ class Loggers:
         return self._made[name]
 
     @contextlib.contextmanager
-    def _harmless(self, name: str) -> Iterator[None]:
+    def _disable_on_error(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._names.remove(name)
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"warning: {name} is left out from here on ({text}); the run goes on", file=sys.stderr)  # noqa: T201
+            print(f"warning: {name} is disabled from now on ({text}); the run continues", file=sys.stderr)  # noqa: T201
 
 
 class TensorBoard:
-    """Event files in ``RUN/tensorboard``: scalars, the configuration as text and as hyper-parameters."""
+    """Event files in ``RUN/tensorboard``: scalars, and the configuration as text and as hyper-parameters."""
 
     def __init__(self, config: Config, folder: Path, first: int | None) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -98,7 +103,7 @@ class TensorBoard:
 
         path = folder / "tensorboard"
         old = path.exists() and any(path.iterdir())
-        # Whatever an earlier session wrote of this round and of later ones does not count any more.
+        # Discards what an earlier session wrote for this round and later ones.
         self._writer = cast(Any, SummaryWriter(path, purge_step=first if old else None))
         self._writer.add_text("config", "\n".join(f"    {line}" for line in to_toml(config).splitlines()))
         shown = [f"summary/{name}" for name in ("personalized_accuracy", "global_accuracy", "uplink_bytes")]
@@ -107,75 +112,77 @@ class TensorBoard:
             self._writer.file_writer.add_summary(summary)
 
     def log(self, values: Values, step: int) -> None:
-        """Write scalars, so that they can be seen at once."""
+        """Write scalars and flush them."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self, status: str) -> None:
-        """Write how the run ended, and close the file."""
+        """Write the final status and close the file."""
         self._writer.add_text("status", status)
         self._writer.file_writer.add_summary(self._end)
         self._writer.close()
 
 
 class MLflow:
-    """A run of MLflow: files under ``RUN/mlruns``, or wherever ``MLFLOW_TRACKING_URI`` says.
+    """A run of MLflow: files under ``RUN/mlruns``, or at ``MLFLOW_TRACKING_URI``.
 
-    Its id is kept in ``RUN/mlflow.json``, for a session that resumes.
+    Its id is kept in ``RUN/mlflow.json``, so that a resumed run continues it.
     """
 
     def __init__(self, config: Config, folder: Path, first: int | None) -> None:
-        del first  # what is there stays, and is not written again
+        del first  # logged steps are kept, and not logged again
         from mlflow.tracking import MlflowClient
 
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks for that since it favours databases
+            os.environ.setdefault(
+                "MLFLOW_ALLOW_FILE_STORE", "true"
+            )  # MLflow prefers databases and requires this for files
         self._client = MlflowClient(uri or (folder / "mlruns").resolve().as_uri())
         self._steps: dict[str, int] = {}
         note = folder / "mlflow.json"
         noted = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
         if noted and noted["tracking_uri"] == uri:
             self._run = noted["run_id"]
-            self._go_on()
+            self._continue_run()
         else:
-            self._run = self._new(config, folder.resolve().name)
+            self._run = self._new_run(config, folder.resolve().name)
             write_file(note, json.dumps({"tracking_uri": uri, "run_id": self._run}) + "\n", field="run.loggers")
 
-    def _new(self, config: Config, name: str) -> str:
+    def _new_run(self, config: Config, name: str) -> str:
         from mlflow.entities import Param
 
         known = self._client.get_experiment_by_name("tdpfed")
         experiment = self._client.create_experiment("tdpfed") if known is None else known.experiment_id
         run: str = self._client.create_run(experiment, run_name=name).info.run_id
-        for part in _parts([Param(key, str(value)) for key, value in settings(config).items()]):
+        for part in _requests([Param(key, str(value)) for key, value in settings(config).items()]):
             self._client.log_batch(run, params=part)
         return run
 
-    def _go_on(self) -> None:
-        """Read which steps an earlier session has logged."""
+    def _continue_run(self) -> None:
+        """Read which steps an earlier session has logged, and mark the run as running."""
         for name in self._client.get_run(self._run).data.metrics:
             self._steps[name] = max(one.step for one in self._client.get_metric_history(self._run, name))
         self._client.update_run(self._run, "RUNNING")
 
     def log(self, values: Values, step: int) -> None:
-        """Send metrics; none twice for one step."""
+        """Send metrics, each once per step."""
         from mlflow.entities import Metric
 
         new, now = [name for name in values if step > self._steps.get(name, -1)], int(1000 * time.time())
-        for part in _parts([Metric(name, values[name], now, step) for name in new]):
+        for part in _requests([Metric(name, values[name], now, step) for name in new]):
             self._client.log_batch(self._run, metrics=part)
         self._steps |= dict.fromkeys(new, step)
 
     def close(self, status: str) -> None:
-        """Set how the run ended."""
+        """Set the final status of the run."""
         self._client.set_tag(self._run, "status", status)
-        self._client.set_terminated(self._run, STATES.get(status, "FINISHED"))
+        self._client.set_terminated(self._run, MLFLOW_STATUS.get(status, "FINISHED"))
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among values, those of tables below the table's name; what is not finite is left out."""
+    """Return the finite numbers among values; those of nested tables are named ``table/name``."""
     found: dict[str, float] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -186,10 +193,10 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(config: Config) -> dict[str, str | float]:
-    """Return the settings that have a value, by full keys; lists and tables as TOML."""
+    """Return the settings that have a value, by full key; lists and tables as TOML text."""
     values = flat(config.as_dict())
     return {k: v if isinstance(v, int | float | str) else toml_value(v) for k, v in values.items() if v is not None}
 
 
-def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    yield from (values[begin : begin + AT_ONCE] for begin in range(0, len(values), AT_ONCE))
+def _requests(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    yield from (values[begin : begin + VALUES_PER_REQUEST] for begin in range(0, len(values), VALUES_PER_REQUEST))

@@ -1,4 +1,4 @@
-"""A simulated run in a folder: started or resumed from a configuration, and recorded until it ends in any way.
+"""A simulated run in a folder: started or resumed from a configuration, and recorded however it ends.
 
 A resumed run gives exactly the numbers of an uninterrupted one.
 """
@@ -40,7 +40,7 @@ class Session:
         self.config, self.simulation, self.ranks = config, simulation, simulation.ranks
         self.journal = Journal(config, folder, leads=simulation.ranks.leads)
         self.warnings: list[str] = []
-        self._changed: Tensor | None = None  # None: no checkpoint yet, everything is to be saved
+        self._changed: Tensor | None = None  # None: no checkpoint yet, all clients are saved
 
     @classmethod
     def begin(cls, config: Config, path: Path, data_root: Path | None, ranks: Ranks = ALONE) -> "Session":
@@ -63,7 +63,7 @@ class Session:
         """Resume the run in a folder from its newest good checkpoint, or from the start if there is none."""
         with ranks.agreement():
             folder, text = RunFolder.open(path) if ranks.leads else (NoFolder(path), "")
-        text = ranks.broadcast(text.encode()).decode()  # the others need not see the folder
+        text = ranks.broadcast(text.encode()).decode()  # the other ranks need no access to the folder
         with ranks.agreement():
             try:
                 config = parse_config(tomllib.loads(text))
@@ -81,7 +81,7 @@ class Session:
         return session
 
     def _load(self) -> None:
-        """Resume the simulation from the newest good checkpoint; of several ranks the first reads it for all."""
+        """Resume the simulation from the newest good checkpoint; the first rank reads it for all."""
         found = load_for_all(self.journal.checkpoints, self.simulation)
         if found is not None:
             snapshot, self.warnings = found
@@ -89,10 +89,10 @@ class Session:
             self._changed = torch.zeros(self.simulation.federation.clients, dtype=torch.bool)
         elif self.folder.done:
             path = str(self.folder.path)
-            raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to go on from")
+            raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to resume from")
 
     def run(self, progress: Progress) -> dict[str, Any]:
-        """Run to the last round and return the summary; it is written whatever happens."""
+        """Run to the last round and return the summary, which is written even after an error."""
         self.journal.start_clock()
         try:
             with progress(self.simulation, self.config.run.rounds, self.records) as show:
@@ -112,7 +112,7 @@ class Session:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run is written."""
+        """The folder of the run."""
         return self.journal.folder
 
     @property
@@ -127,11 +127,11 @@ class Session:
 
     @property
     def left(self) -> int:
-        """Rounds that are still to be run."""
+        """The number of remaining rounds."""
         return max(0, self._last - self.simulation.round)
 
     def after_round(self) -> None:
-        """Evaluate the round that was just run, write its results and save a checkpoint, where these are due."""
+        """Evaluate the current round, write its results and save a checkpoint, each if it is due."""
         simulation, last = self.simulation, not self.left
         if self._changed is not None:
             self._changed[simulation.trained.cpu()] = True
@@ -145,7 +145,7 @@ class Session:
         )
 
     def _save(self) -> None:
-        """Save a checkpoint; of several processes the first saves it for all."""
+        """Save a checkpoint; the first process writes it for all."""
         simulation = self.simulation
         changed = None if self._changed is None else self._changed.nonzero().flatten()
         with self.ranks.agreement(), gathered(simulation.store) as rows:
@@ -154,7 +154,7 @@ class Session:
         self._changed = torch.zeros(simulation.federation.clients, dtype=torch.bool)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Write the summary of a run that is complete, or that ``error`` has stopped."""
+        """Write the summary of a run that is complete, or stopped by ``error``."""
         simulation = self.simulation
         status = "finished" if simulation.round == self.config.run.rounds else "privacy budget spent"
         if error is not None:
@@ -168,9 +168,9 @@ class Session:
 
 
 def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -> list[TDPFedError | None]:
-    """Run sessions that differ in their seed as one computation; return the error that stopped each, None if none did.
+    """Run sessions that differ only in their seed together; return for each the error that stopped it, or None.
 
-    One that fails is ended and the others continue. Ctrl-C ends them all, and is raised again.
+    If one fails, the others continue. Ctrl-C ends them all and is raised again.
     """
     errors: dict[Session, TDPFedError | None] = dict.fromkeys(sessions)
     alive = [session for session in sessions if session.left]
@@ -179,7 +179,7 @@ def run_together(sessions: Sequence[Session], show: Callable[[Session], None]) -
     group: list[Session] = []
     try:
         while alive:
-            behind = min(session.simulation.round for session in alive)  # of those stopped earlier some may be ahead
+            behind = min(session.simulation.round for session in alive)  # resumed runs may be at different rounds
             now = [session for session in alive if session.simulation.round == behind]
             if now != group:
                 group, ensemble = now, Ensemble([session.simulation for session in now])

@@ -20,25 +20,25 @@ from tdpfed.wire.meter import dense_bytes
 
 @dataclass(frozen=True)
 class Facts:
-    """What a summary says of a run besides the numbers in its records."""
+    """The content of a summary apart from the numbers in the records."""
 
     algorithm: str
     dataset: str
     model: str
-    rounds: int  # done so far
+    rounds: int  # completed so far
     seed: int
     clients: int
     layout: Layout
     ledger: Ledger
     device: str
-    clients_trained: int | None = None  # None: unknown, the summary has no such key
-    honest: Sequence[int] | None = None  # ids of the clients whose accuracy counts; None: all
+    clients_trained: int | None = None  # None: unknown, and left out of the summary
+    honest: Sequence[int] | None = None  # ids of the clients that count in mean accuracies; None: all
     epsilon: float | None = None
     delta: float | None = None
 
 
 def facts_of(simulation: Simulation, model: str) -> Facts:
-    """Return the facts about a simulation of a model of this name."""
+    """Return the facts about a simulation; ``model`` is the name of its model."""
     federation, accountant = simulation.federation, simulation.accountant
     return Facts(
         algorithm=simulation.algorithm.name,
@@ -94,19 +94,19 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
 
 @cache
 def source_commit() -> str | None:
-    """Return the commit of the source tree where the package is run from one; ``+`` marks changes to it.
+    """Return the commit of the source tree, if the package is run from one; ``+`` marks uncommitted changes.
 
-    A copy of a commit without its history is told which it is by ``$TDPFED_COMMIT``.
+    ``$TDPFED_COMMIT`` takes precedence: it names the commit of a copy without its history.
     """
     here = Path(tdpfed.__file__).parent
-    if told := os.environ.get("TDPFED_COMMIT"):
-        return told
+    if commit := os.environ.get("TDPFED_COMMIT"):
+        return commit
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if not git("ls-files", "__init__.py"):  # some other project's tree, in which the package is installed
+        if not git("ls-files", "__init__.py"):  # the package is installed inside another project's tree
             return None
         changed = git("status", "--porcelain", "--untracked-files=no", ".")
         return git("rev-parse", "HEAD") + ("+" if changed else "")

@@ -1,1 +1,1 @@
-"""The server's half of a round, for simulator and Flower: who takes part, gate, averages, privacy, records."""
+"""The server's part of a round, for simulator and Flower: participation, gate, averages, privacy, records."""

@@ -1,7 +1,7 @@
-"""What a method's ``aggregate`` is handed: the average of each uploaded entry, plain, robust or private.
+"""The averages that a method's ``aggregate`` receives: of each uploaded entry, plain, robust or private.
 
-An entry is averaged at most once in a round. With privacy that is a matter of correctness: a second answer would be
-made with the same noise. Clients' updates of all entries together are then clipped to ``privacy.clip``.
+An entry is averaged at most once in a round. Privacy depends on this: a second average would reuse the same noise.
+With privacy, a client's updates of all entries together are clipped to ``privacy.clip``.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Averages:
         if entry not in self._uploads:
             raise unknown("average", entry, self._uploads)
         if entry in self._asked:
-            raise TDPFedError(f"average: {entry!r} was asked for before in this round, must be asked for once")
+            raise TDPFedError(f"average: {entry!r} requested twice, must be requested at most once per round")
         self._asked.add(entry)
         values = self._uploads[entry] if through is None else through(self._uploads[entry])
         weights = self._weights if sent is None else self._weights[:, None] * sent
@@ -37,21 +37,21 @@ class Averages:
 
 
 class HiddenUploads(dict[str, Tensor]):
-    """Stands in for the uploads where privacy lets a method see their averages alone."""
+    """Replaces the uploads when privacy allows a method to see only their averages."""
 
     def __missing__(self, entry: str) -> NoReturn:
-        raise TDPFedError(f"uploads: {entry!r} was read, but with privacy a method may only ask for averages")
+        raise TDPFedError(f"uploads: {entry!r} read, must not be: with privacy a method may only use averages")
 
 
 def robust_averages(uploads: State, weights: Tensor, center: State, rule: Rule) -> Averages:
-    """Return averages by a robust rule; ``center`` has what a client that changed nothing adds, by entry."""
+    """Return averages by a robust rule; ``center`` is, by entry, the contribution of a client that changed nothing."""
     return Averages(uploads, weights, lambda entry: average_for(rule, center[entry]))
 
 
 def private_averages(
     uploads: State, weights: Tensor, center: State, privacy: Privacy, cohort: float, seed: int, round_: int
 ) -> Averages:
-    """Return private averages: every entry gets its share of the clip, and noise of its own."""
+    """Return private averages: each entry has its share of the clip and independent noise."""
     entries = list(center)
     clip = privacy.clip / len(entries) ** 0.5
 

@@ -1,7 +1,7 @@
-"""The gate between uploads and their average.
+"""The gate that uploads pass before they are averaged.
 
-It refuses an upload that is not finite or whose factors lie too far from the broadcast ones (the CP gauge: factors of
-an unchanged tensor can wreck an average). A refused upload is named and left out; the round continues.
+It refuses an upload that is not finite or whose factors are too far from the broadcast ones (the CP gauge: factors of
+an unchanged tensor can ruin an average). A refused upload is reported and left out; the round continues.
 """
 
 import torch
@@ -33,12 +33,12 @@ def refusals(
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
-    """Return the mask of the turn's clients that the gate let through."""
-    out = {one.client for one in refused}
-    return torch.tensor([client not in out for client in turn.clients.tolist()], dtype=torch.bool)
+    """Return the mask of the turn's clients whose uploads the gate accepted."""
+    rejected = {one.client for one in refused}
+    return torch.tensor([client not in rejected for client in turn.clients.tolist()], dtype=torch.bool)
 
 
 def check_gauge(algorithm: Algorithm, rule: Rule) -> None:
-    """Refuse a bound on the gauge where no factors travel."""
+    """Refuse a bound on the gauge for a method that sends no factors."""
     if rule.gauge is not None and algorithm.plan is None:
         raise wrong("robust.gauge", rule.gauge, f"left out: {algorithm.name!r} sends no CP factors")

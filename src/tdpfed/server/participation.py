@@ -1,4 +1,4 @@
-"""Who takes part in a round: the chosen, those who train, and those who are lost on the way."""
+"""Participation in a round: the clients that are chosen, those that train, and those that drop out."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,29 +12,29 @@ from tdpfed.core.setting import check, setting
 
 @dataclass(frozen=True)
 class Participation:
-    """Who takes part in a round."""
+    """Which clients take part in a round."""
 
     clients: int | None = setting(None, "clients chosen per round; all by default", least=1)
-    train: Literal["all", "selected"] = setting("selected", "whether the others train too, or only the chosen")
-    dropout: float = setting(0.0, "chance that a chosen client is lost for the round", least=0, below=1)
+    train: Literal["all", "selected"] = setting("selected", "which clients train: all, or only the chosen ones")
+    dropout: float = setting(0.0, "probability that a chosen client drops out of the round", least=0, below=1)
     sampling: Literal["fixed", "poisson"] = setting(
-        "fixed", "exactly so many, or each client by itself with the same chance, so many on average"
+        "fixed", "exactly this many clients, or each independently with equal probability, this many on average"
     )
     quorum: int = setting(0, "accepted uploads a round needs", least=0)
     below_quorum: Literal["repeat", "stop"] = setting(
-        "repeat", "what happens to a round with too few: tried again with other draws, or the run stops"
+        "repeat", "a round with too few uploads: repeat it with other draws, or stop the run"
     )
-    attempts: int = setting(10, "how often a round is tried in all before the run stops", least=1, most=10**6)
+    attempts: int = setting(10, "how often a round is tried before the run stops", least=1, most=10**6)
 
     def __post_init__(self) -> None:
         check(self)
 
     def draws(self, total: int) -> bool:
-        """Whether anything is left to chance: who is chosen of ``total``, or who is lost."""
+        """Whether participation is random: a sample of ``total`` clients is chosen, or clients may drop out."""
         return self.dropout > 0 or (self.clients is not None and self.clients < total)
 
     def draw(self, seed: int, number: int, total: int, attempt: int = 0) -> tuple[Tensor, Tensor]:
-        """Return who of ``total`` reports and who trains in a round, ids ascending; the lost do neither."""
+        """Return which of ``total`` clients upload and which train in a round, ids ascending; lost ones do neither."""
         wanted, again = total if self.clients is None else self.clients, (attempt,) if attempt else ()
         if self.sampling == "poisson":
             everybody = torch.arange(total)

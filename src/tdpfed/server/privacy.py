@@ -1,7 +1,7 @@
-"""Client-level differential privacy of the global model: clipped updates, a trusted server's noise, and what it costs.
+"""Client-level differential privacy of the global model: clipped updates, a trusted server's noise, its accounting.
 
-Covered are the global models of all rounds, against adding or removing one client, if clients take part by Poisson
-sampling. Not covered: personal models, a run's metrics and records, and whoever knows the seed the noise comes from.
+The guarantee covers the global models of all rounds, against adding or removing one client, if clients take part by
+Poisson sampling. It does not cover personal models, metrics and records, nor anyone who knows the seed of the noise.
 """
 
 import math
@@ -22,12 +22,14 @@ from tdpfed.server.robust import VectorAverage
 
 @dataclass(frozen=True)
 class Privacy:
-    """How far one client can move a round's sum, how much noise hides that, and how much may be spent."""
+    """The influence of one client on a round's sum, the noise that hides it, and the privacy budget."""
 
-    clip: float = setting(doc="longest update of a client, in the Euclidean norm", above=0)
-    noise: float = setting(doc="noise multiplier: deviation of the sum's noise over the clip", least=1e-3, most=1e6)
-    # Below this delta the accountant's rounding would show.
-    delta: float = setting(1e-5, "chance that epsilon does not hold", least=1e-10, below=1)
+    clip: float = setting(doc="largest Euclidean norm of a client's update", above=0)
+    noise: float = setting(
+        doc="noise multiplier: standard deviation of the noise on the sum over the clip", least=1e-3, most=1e6
+    )
+    # Smaller values are in the range of the accountant's rounding.
+    delta: float = setting(1e-5, "probability that epsilon does not hold", least=1e-10, below=1)
     epsilon: float | None = setting(None, "budget: the run ends before it is exceeded", above=0)
 
     def __post_init__(self) -> None:
@@ -44,14 +46,14 @@ def private_average(
     place: int = 0,
     clip: float | None = None,
 ) -> VectorAverage:
-    """Return the average ``center + (clipped sum + noise) / cohort``; for one call a round, also if nobody takes part.
+    """Return the average ``center + (clipped sum + noise) / cohort``; call it once per round, even without uploads.
 
-    ``place`` numbers the entries of an upload, each of which has noise of its own; ``clip`` is this entry's share of
-    ``privacy.clip``, all of it by default. The noise is the same for all entries, ``noise * privacy.clip``.
+    ``place`` is the number of the entry in the upload: entries have independent noise. ``clip`` is this entry's share
+    of ``privacy.clip``, all of it by default. The deviation is the same for all entries, ``noise * privacy.clip``.
 
-    ``cohort`` is how many clients a coordinate is expected from: sampling rate times clients, times the share of the
-    coordinates each sends. It is fixed beforehand: how many came is itself a secret, and may not change the noise. The
-    noise is drawn on the CPU, the same for every device.
+    ``cohort`` is the expected number of clients that send a coordinate: sampling rate times clients, times the share of
+    coordinates each sends. It does not depend on the actual number, which is itself a secret. The noise is drawn on the
+    CPU and is the same for every device.
     """
     _check("cohort", cohort, _positive(cohort), "finite and above 0")
 
@@ -69,14 +71,14 @@ def private_average(
 def clipped_sum(uploads: Tensor, weights: Tensor, center: Tensor, clip: float) -> Tensor:
     """Return the sum ``(P,)`` of the clients' updates ``uploads - center`` ``(K, P)``, each shortened to ``clip``.
 
-    No client moves it by more than ``clip``, so all count the same: weights ``(K,)`` or ``(K, P)`` only say what was
-    sent, where they are above 0. In float64, in which no square of a float32 overflows.
+    No client changes the sum by more than ``clip``, so all count the same: weights ``(K,)`` or ``(K, P)`` above 0 only
+    mark what was sent. Computed in float64, where no square of a float32 overflows.
     """
     if uploads.shape[1:] != center.shape:
         raise TDPFedError(f"clip: uploads of {tuple(uploads.shape[1:])} given, must be {tuple(center.shape)}")
     sent = weights > 0 if weights.ndim == uploads.ndim else (weights > 0)[:, None]
     total, start = torch.zeros_like(center, dtype=torch.float64), center.double()
-    for rows, own in zip(uploads.split(4), sent.split(4), strict=True):  # few at once: little memory, and faster
+    for rows, own in zip(uploads.split(4), sent.split(4), strict=True):  # a few at a time: less memory, and faster
         moved = (rows.double() - start).where(own, 0)
         norms = torch.linalg.vector_norm(moved, dim=-1)
         total = total + (clip / norms.clamp_min(clip)) @ moved
@@ -85,10 +87,10 @@ def clipped_sum(uploads: Tensor, weights: Tensor, center: Tensor, clip: float) -
 
 @dataclass(frozen=True)
 class Accountant:
-    """What rounds cost if each client takes part by itself with chance ``rate``: by privacy loss distributions.
+    """The epsilon of rounds in which each client takes part with probability ``rate``: by privacy loss distributions.
 
-    Losses are rounded to a grid so that epsilon is never too small; it is too large by about 0.01 %, and by more
-    only where ``rate / noise`` is below 1e-4.
+    Losses are rounded to a grid so that epsilon is never too small. It is too large by about 0.01 %, and by more only
+    if ``rate / noise`` is below 1e-4.
     """
 
     privacy: Privacy
@@ -96,10 +98,10 @@ class Accountant:
 
     def __post_init__(self) -> None:
         _check("sampling rate", self.rate, _positive(self.rate) and self.rate <= 1, "above 0 and at most 1")
-        _library()  # what is missing is told before any work
+        _library()  # a missing package is reported before any work
 
     def epsilon(self, rounds: int) -> float:
-        """Return the epsilon of so many rounds at the delta asked for; computed once for each number."""
+        """Return the epsilon of this many rounds at ``privacy.delta``; cached."""
         if rounds not in self._known:
             _check("rounds", rounds, isinstance(rounds, int) and rounds > 0, "a whole number of at least 0")
             composed = self._one_round.self_compose(rounds)
@@ -112,7 +114,7 @@ class Accountant:
         return bisect_right(range(1, most + 1), budget, key=self.epsilon)
 
     def check_affordable(self, rounds: int) -> None:
-        """Refuse the last of ``rounds`` rounds where it would exceed the budget."""
+        """Raise an error if ``rounds`` rounds exceed the budget."""
         budget = self.privacy.epsilon
         if budget is not None and self.epsilon(rounds) > budget:
             number = f"{rounds} {'round' if rounds == 1 else 'rounds'}"
@@ -121,11 +123,11 @@ class Accountant:
 
     @property
     def interval(self) -> float:
-        """The grid of losses: a fortieth of their spread; at most 50 000 points a round; not lost in rounding."""
+        """The spacing of the grid of losses: 1/40 of their spread, at most 50,000 points, above rounding errors."""
         q, z = self.rate, self.privacy.noise
-        farthest = 1 / (2 * z * z) + 10 / z  # the loss without sampling, ten deviations out
-        longest = farthest + math.log(q + (1 - q) * math.exp(-farthest))
-        return max(q / (40 * z), longest / 50_000, 1e-5)
+        unsampled = 1 / (2 * z * z) + 10 / z  # the loss without sampling, at ten standard deviations
+        largest = unsampled + math.log(q + (1 - q) * math.exp(-unsampled))
+        return max(q / (40 * z), largest / 50_000, 1e-5)
 
     @cached_property
     def _one_round(self) -> Any:
@@ -142,7 +144,9 @@ def _library() -> Any:
     try:
         return import_module("dp_accounting.pld.privacy_loss_distribution")
     except ImportError as error:
-        raise TDPFedError("privacy: needs dp-accounting, not installed; pip install 'tdpfed[privacy]'") from error
+        raise TDPFedError(
+            "privacy: needs dp-accounting, which is not installed; pip install 'tdpfed[privacy]'"
+        ) from error
 
 
 def _positive(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What a run reports: a record per evaluated round, and the ledger of the bytes sent."""
+"""The results of a run: a record for each evaluated round, and the ledger of bytes sent."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Record:
-    """The state of a run after a round; accuracies are fractions, None where there is no such model or data."""
+    """The state of a run after a round; accuracies are fractions, None if there is no such model or no data."""
 
     round: int
     loss: float | None
@@ -27,7 +27,7 @@ class Record:
     epsilon: float | None = None  # spent so far; None without differential privacy
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as plain values for JSON, which has no word for what is not finite: None."""
+        """Return the record as plain values for JSON; values that are not finite become None."""
         return {name: _finite(value) for name, value in asdict(self).items()}
 
 
@@ -43,16 +43,16 @@ class Ledger:
 
     @property
     def per_client_round(self) -> float:
-        """Mean bytes, up and down, that a client's round cost."""
+        """Mean bytes, up and down, of one client in one round."""
         return (self.uplink + self.downlink) / max(1, self.client_rounds)
 
     def compression_rate(self, dense: int) -> float | None:
-        """Return ``dense``, the bytes of a dense upload, over those of a mean upload; None if there was none."""
+        """Return ``dense``, the bytes of a dense upload, over the mean bytes of an upload; None if there was none."""
         return dense * self.uploads / self.uplink if self.uplink else None
 
 
 def due(round_: int, every: int, last: bool) -> bool:
-    """Return whether something happens after a round: every so many rounds and after the last; never if 0."""
+    """Return whether something is due after a round: every ``every`` rounds and after the last; never if 0."""
     return every > 0 and (last or round_ % every == 0)
 
 

@@ -1,9 +1,9 @@
-"""How the server makes one vector of many: uploads ``(K, P)`` and weights to ``(P,)``, plainly or robustly.
+"""Averages of clients' uploads: from uploads ``(K, P)`` and weights to ``(P,)``, plain or robust.
 
-Weights are ``(K,)``, or ``(K, P)`` where clients sent only some coordinates: what a client counts in each of them, 0
-where it sent nothing. A coordinate nobody sent is 0. Median, trimmed mean (Yin et al., 2018) and Krum (Blanchard et
-al., 2017) choose by one vote per client, whatever its weight: a large client is no more to be believed than a small
-one. Weights count again in the mean of what is left. All values must be finite: the gate before the server sees to it.
+Weights are ``(K,)``, or ``(K, P)`` if clients send only some coordinates: the weight of a client in each of them, 0
+where it sent nothing. A coordinate that no client sent is 0. Median, trimmed mean (Yin et al., 2018) and Krum
+(Blanchard et al., 2017) select with one vote per client, whatever its weight: a large client is no more trustworthy
+than a small one. The mean of the selected values is weighted again. All values must be finite, which the gate ensures.
 """
 
 import math
@@ -19,29 +19,31 @@ from tdpfed.core.setting import check, setting
 from tdpfed.errors import TDPFedError, wrong
 
 VectorAverage = Callable[[Tensor, Tensor], Tensor]
-"""From uploads ``(S, n)`` and weights to their average ``(n,)``."""
+"""Maps uploads ``(S, n)`` and weights to their average ``(n,)``."""
 
 RuleName = Literal["mean", "median", "trimmed-mean", "krum", "multi-krum"]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the server averages, and what it does to uploads before."""
+    """How the server averages uploads, and how it clips and checks them before."""
 
     name: RuleName = setting("mean", "how to average")
     fraction: float = setting(0.2, "trimmed-mean: share cut at each end of every coordinate", least=0, below=0.5)
-    byzantine: int = setting(1, "krum and multi-krum: how many clients may be bad", least=0)
-    keep: int | None = setting(None, "multi-krum: how many uploads are averaged; all but the bad ones", least=1)
-    clip: float | Literal["median"] | None = setting(
-        None, "longest update let through; median: that of the clients' updates", above=0
+    byzantine: int = setting(1, "krum and multi-krum: how many bad clients to tolerate", least=0)
+    keep: int | None = setting(
+        None, "multi-krum: how many uploads to average; by default all but the bad ones", least=1
     )
-    gauge: float | None = setting(None, "longest relative distance of a factor from the broadcast one", above=0)
+    clip: float | Literal["median"] | None = setting(
+        None, "largest norm of an update; median: the median norm of the round's updates", above=0
+    )
+    gauge: float | None = setting(None, "largest relative distance of a factor from the broadcast one", above=0)
 
     def __post_init__(self) -> None:
         check(self)
 
     def enough(self, clients: int) -> bool:
-        """Whether so many uploads can be averaged by this rule; none at all leave the plain ones nothing to do."""
+        """Whether this rule can average this many uploads; mean and median accept any number, even none."""
         if self.name == "trimmed-mean":
             return clients > 2 * _cut(self.fraction, clients)
         if self.name in ("krum", "multi-krum"):
@@ -73,16 +75,16 @@ def weighted_mean(uploads: Tensor, weights: Tensor) -> Tensor:
 
 
 def median(uploads: Tensor, weights: Tensor) -> Tensor:
-    """Return the middle value of each coordinate, or the mean of the two middle ones; each client counts the same."""
+    """Return the median of each coordinate (the mean of the two middle values if even); clients count the same."""
     sent = _sent(uploads, weights)
     return _inner_mean(uploads, sent.to(uploads.dtype), sent.sum(0))
 
 
 def trimmed_mean(fraction: float) -> VectorAverage:
-    """Return the rule that leaves out the least and the greatest values of each coordinate and averages the rest.
+    """Return the rule that leaves out the smallest and largest values of each coordinate and averages the rest.
 
-    At each end ``fraction`` of the values goes, rounded up, so that as large a share of bad clients does no harm. Of a
-    coordinate that too few clients sent for that, the middle stays.
+    At each end ``fraction`` of the values is left out, rounded up, so that this share of bad clients does no harm. If
+    too few clients sent a coordinate, its middle values are kept.
     """
     _check("fraction", fraction, 0 <= fraction < 0.5, "at least 0 and below 0.5")
 
@@ -105,15 +107,15 @@ def _cut(fraction: float, clients: int) -> int:
 
 
 def krum(byzantine: int) -> VectorAverage:
-    """Return the rule that takes the one upload nearest to its neighbours, with up to ``byzantine`` bad clients."""
+    """Return the rule that takes the one upload nearest to its neighbors, with up to ``byzantine`` bad clients."""
     return multi_krum(byzantine, 1)
 
 
 def multi_krum(byzantine: int, keep: int | None = None) -> VectorAverage:
-    """Return the rule that averages the ``keep`` uploads nearest to their neighbours (None: all but ``byzantine``).
+    """Return the rule that averages the ``keep`` uploads nearest to their neighbors (None: all but ``byzantine``).
 
-    An upload's score is the sum of its squared distances to the nearest K - byzantine - 2 others, each distance taken
-    per coordinate that both sent. Equal scores go by the order of the clients.
+    An upload's score is the sum of its squared distances to the nearest K - byzantine - 2 others, each distance a
+    mean over the coordinates that both sent. Ties are broken by the order of the clients.
     """
     _check("byzantine", byzantine, byzantine >= 0, "at least 0")
 
@@ -122,7 +124,7 @@ def multi_krum(byzantine: int, keep: int | None = None) -> VectorAverage:
         clients = int(sent.any(-1).sum())
         if clients < 2 * byzantine + 3:
             raise TDPFedError(
-                f"krum: {clients} clients given, must be at least {2 * byzantine + 3} to bear {byzantine} bad ones"
+                f"krum: {clients} clients given, must be at least {2 * byzantine + 3} to tolerate {byzantine} bad ones"
             )
         good = clients - byzantine
         count = good if keep is None else keep
@@ -137,7 +139,7 @@ def multi_krum(byzantine: int, keep: int | None = None) -> VectorAverage:
 def clipped(center: Tensor, bound: float | None, inner: VectorAverage) -> VectorAverage:
     """Return ``inner`` on updates shortened to ``bound``: ``x -> c + min(1, bound / ||x - c||) (x - c)``.
 
-    Without a bound it is the median of the norms, which a minority of bad clients cannot raise above the honest ones'.
+    Without a bound it is the median of the norms, which a minority of bad clients cannot raise above honest norms.
     """
     _check("bound", bound, bound is None or _positive(bound), "finite and above 0")
 
@@ -155,10 +157,10 @@ def clipped(center: Tensor, bound: float | None, inner: VectorAverage) -> Vector
 
 
 def factor_distances(uploads: Tensor, broadcast: Tensor, layout: Layout) -> Tensor:
-    """Return how far each entry of uploads ``(K, Q)`` is from the broadcast ``(Q,)``, relative to its norm: ``(K, E)``.
+    """Return distances of the entries of uploads ``(K, Q)`` to the broadcast ``(Q,)`` over its norm, ``(K, E)``.
 
-    An entry that is smaller than entries of its size are on average, as a bias that starts at 0, is measured by that
-    average. Factors that compose to the same tensor may be far apart, and only this sees it.
+    If the norm is below the average for an entry of this size, as for a bias that starts at 0, the average is used.
+    Factors that compose the same tensor may be far apart: only this distance shows it.
     """
     typical = broadcast.square().mean().sqrt()
     norms = [torch.maximum(b.norm(), typical * b.numel() ** 0.5) for b in layout.split(broadcast)]
@@ -167,7 +169,7 @@ def factor_distances(uploads: Tensor, broadcast: Tensor, layout: Layout) -> Tens
 
 
 def within_gauge(uploads: Tensor, broadcast: Tensor, layout: Layout, bound: float) -> tuple[Tensor, Tensor]:
-    """Return which clients keep every entry within ``bound``, bool ``(K,)``, and the entry each is farthest in."""
+    """Return a mask ``(K,)`` of clients with every entry within ``bound``, and the farthest entry of each."""
     farthest, entry = factor_distances(uploads, broadcast, layout).max(-1)
     return farthest <= bound, entry
 
@@ -177,11 +179,11 @@ def _sent(uploads: Tensor, weights: Tensor) -> Tensor:
 
 
 def _inner_mean(uploads: Tensor, weights: Tensor, cuts: Tensor) -> Tensor:
-    """Return the mean of each coordinate without its ``cuts`` ``(P,)`` least and greatest values; the middle stays."""
+    """Return the mean of each coordinate without its ``cuts`` ``(P,)`` smallest and largest values."""
     sent = weights > 0
     count = sent.sum(0)
     cuts = torch.minimum(cuts, (count - 1).clamp_min(0) // 2)
-    values, order = uploads.masked_fill(~sent, torch.inf).sort(stable=True, dim=0)  # what was not sent goes last
+    values, order = uploads.masked_fill(~sent, torch.inf).sort(stable=True, dim=0)  # missing values sort last
     place = torch.arange(len(uploads), device=uploads.device)[:, None]
     kept = (place >= cuts) & (place < count - cuts)
     return weighted_mean(values.where(kept, 0), weights.gather(0, order).where(kept, 0))
@@ -190,7 +192,7 @@ def _inner_mean(uploads: Tensor, weights: Tensor, cuts: Tensor) -> Tensor:
 def _distances(uploads: Tensor, sent: Tensor) -> Tensor:
     """Return the mean squared differences of all pairs over the coordinates both sent ``(K, K)``; inf without any."""
     total = common = uploads.new_zeros(len(uploads), len(uploads), dtype=torch.float64)
-    for part, own in zip(uploads.split(1 << 16, -1), sent.split(1 << 16, -1), strict=True):  # bounds the memory
+    for part, own in zip(uploads.split(1 << 16, -1), sent.split(1 << 16, -1), strict=True):  # limits memory
         m, x = own.double(), part.where(own, 0).double()
         squares = x.square() @ m.mT
         total = total + squares + squares.mT - 2 * x @ x.mT

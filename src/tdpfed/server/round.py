@@ -1,4 +1,4 @@
-"""The server's half of a round, for the simulator and for Flower: the state it begins with, and how it aggregates."""
+"""The server's part of a round, for the simulator and for Flower: its initial state, and how it aggregates."""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,7 +21,7 @@ T = TypeVar("T", State, dict[str, Tensor])
 
 
 def initial_state(algorithm: Algorithm, theta: Tensor, seed: int) -> tuple[State, Tensor]:
-    """Return the server's state before round 1, and the model ``(P,)`` that both sides know then."""
+    """Return the server's state before round 1, and the initial model ``(P,)`` that server and clients share."""
     generator = torch.Generator().manual_seed(int(key(seed, Stream.INIT)))
     server = algorithm.init(theta, generator)
     shipped = algorithm.global_model(server)
@@ -48,19 +48,18 @@ class ServerRound:
         return *only(uploads, turn, accepted(turn, refused)), refused
 
     def enough(self, count: int) -> bool:
-        """Whether so many uploads make a round."""
+        """Whether this many uploads are enough for a round."""
         return count >= self.participation.quorum and self.rule.enough(count)
 
     def weights(self, samples: Tensor) -> Tensor:
-        """Return what clients of so many training samples count in the average."""
+        """Return the weights in the average of clients with these numbers of training samples."""
         sizes = samples.double()
         return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
 
     def aggregate(self, server: State, uploads: State, samples: Tensor, turn: Turn) -> State:
         """Return the server's next state from the accepted uploads of the turn's clients.
 
-        With privacy a round in which nobody took part adds noise all the same: who took part is a secret. Otherwise it
-        changes nothing.
+        A round without uploads changes nothing. With privacy it still adds noise, since participation is a secret.
         """
         algorithm, weights = self.algorithm, self.weights(samples)
         if self.accountant is None:
@@ -74,17 +73,17 @@ class ServerRound:
         )
         return algorithm.aggregate(server, HiddenUploads(), averages, turn)
 
-    def nobody(self, server: State, turn: Turn) -> tuple[State, Turn]:
-        """Return the uploads of a round in which nobody took part."""
-        like = next(iter(server.values()))
+    def no_uploads(self, server: State, turn: Turn) -> tuple[State, Turn]:
+        """Return the empty uploads of a round without participants, and its turn."""
+        like = next(iter(server.values()), torch.zeros(0))
         none = {name: like.new_zeros(0, size) for name, size in lengths_of(self.algorithm.up()).items()}
         return none, Turn(turn.seed, turn.round, turn.clients[:0])
 
     def below_quorum(self, number: int, attempts: int, count: int, refused: list[Rejected]) -> QuorumError:
-        """Return the error of a round that had too few uploads."""
-        wanted = f"participation.quorum asks for {self.participation.quorum}"
+        """Return the error for a round with too few uploads."""
+        wanted = f"participation.quorum requires {self.participation.quorum}"
         if count >= self.participation.quorum:
-            wanted = f"robust.name {self.rule.name!r} cannot work with so few"
+            wanted = f"robust.name {self.rule.name!r} needs more"
         tries = "" if attempts == 1 else f" in the last of {attempts} attempts"
         reasons = f"; the last refusal: {refused[-1]}" if refused else ""
         return QuorumError(f"round {number}: {count} uploads accepted{tries}, {wanted}{reasons}")
@@ -100,7 +99,7 @@ def only(uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
 
 
 def diverged(algorithm: Algorithm, round_: int, client: int | None = None, hint: str = "") -> TDPFedError:
-    """Return the error of a run whose numbers are not finite any more, with the learning rates to lower."""
+    """Return the error for a run whose values are no longer finite; it names the learning rates to lower."""
     rates = ", ".join(f"{name}={value:g}" for name, value in algorithm.rates.items())
     whose = "" if client is None else f" of client {client}"
     return TDPFedError(

@@ -1,4 +1,4 @@
-"""One message format for simulation and deployment: state to bytes and back, with its codecs, its size and its gate."""
+"""The message format of simulation and deployment: encoding, codecs, message sizes and validation."""
 
 from tdpfed.wire.codecs import Codec, Kind, Layouts, lossy
 from tdpfed.wire.message import Message, decode, encode, encoded_size

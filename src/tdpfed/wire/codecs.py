@@ -1,11 +1,11 @@
-"""How the values of a state travel: as float32, float16, bfloat16, or as int8 with a few float32 scales.
+"""How the values of a state are transmitted: as float32, float16, bfloat16, or as int8 with a few float32 scales.
 
-``lossy`` is what a receiver would see, for one client or for K at once; ``encode`` and ``validate`` are made of the
-same two steps, ``shrink`` and ``grow``, so a simulation and a deployment see the same bits.
+``lossy`` returns what a receiver sees, for one client or for K at once. ``encode`` and ``validate`` use the same two
+steps, ``shrink`` and ``grow``, so a simulation and a deployment compute with the same bits.
 
-int8 rounds at random, ``floor(x / scale + u)``, which is right on average and never off by more than the scale. A scale
-belongs to one column of a factor: columns carry their own gauge, ``(c a, b / c)`` is the same tensor. All matrices are
-treated so; a tensor of more dimensions has a scale per output channel, a vector one, plain values one per 256.
+int8 uses stochastic rounding, ``floor(x / scale + u)``: unbiased, and never off by more than the scale. Matrices have a
+scale for each column, since columns of factors have their own gauge: ``(c a, b / c)`` is the same tensor. A
+tensor of more dimensions has a scale per output channel, a vector has one, and plain values have one per 256.
 """
 
 import math
@@ -33,18 +33,19 @@ DTYPES: dict[Codec, torch.dtype] = {
     "int8": torch.int8,
 }
 SCALE = "/scale"
-BLOCK = 256
-TOP = 127
-TINY = torch.finfo(torch.float32).tiny
+"""Suffix of the entry with the scales of an int8 entry."""
+VALUES_PER_SCALE = 256
+MAX_INT8 = 127
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def lossy(
     state: State, layouts: Layouts, codec: Codec, seed: int, round_: int, clients: Tensor, kind: Kind = "up"
 ) -> State:
-    """Return what the receivers of a state ``(..., n)`` of ``clients`` ``(...)`` would see, in the state's own dtype.
+    """Return a state ``(..., n)`` of ``clients`` ``(...)`` as its receivers see it, in its own dtype.
 
-    A value beyond the codec's range comes out as infinity or NaN, where a client alone would be refused by ``encode``:
-    the gate for simulated uploads is :func:`tdpfed.wire.screen`.
+    A value beyond the codec's range becomes infinity or NaN, while ``encode`` raises an error for it. Simulated uploads
+    are checked by :func:`tdpfed.wire.screen`.
     """
     seen: State = {}
     for name, value in state.items():
@@ -55,10 +56,10 @@ def lossy(
 
 
 def shrink(x: Tensor, layout: Layout | None, codec: Codec, bits: Tensor) -> list[Tensor]:
-    """Return the tensors that travel for ``x`` ``(..., n)``: its values and, for int8, the scales ``(..., G)``.
+    """Return the transmitted tensors of ``x`` ``(..., n)``: its values and, for int8, the scales ``(..., G)``.
 
-    The whole numbers of int8 are still float32 here: a simulation has no use for the detour. ``bits`` ``(...)`` are the
-    keys of the draws.
+    The integers of int8 are still float32 here, since a simulation needs no conversion. ``bits`` ``(...)`` are the keys
+    of the draws.
     """
     if codec != "int8":
         return [x.float().to(DTYPES[codec])]
@@ -66,14 +67,14 @@ def shrink(x: Tensor, layout: Layout | None, codec: Codec, bits: Tensor) -> list
     scale = steps.new_empty(*x.shape[:-1], scales(x.shape[-1], layout))
     for block, own, axis in _blocks(steps, scale, layout):
         peak = block.abs().amax(axis, keepdim=True)
-        # At least the smallest normal number, which has its full precision: no column is clipped, none divided by zero.
-        own.copy_(torch.where(peak > 0, (peak / TOP).clamp_min(TINY), 0))
+        # At least the smallest normal number, which has full precision: no column is clipped or divided by zero.
+        own.copy_(torch.where(peak > 0, (peak / MAX_INT8).clamp_min(SMALLEST_NORMAL), 0))
         block.div_(torch.where(own > 0, own, 1))
-    return [steps.add_(dither(bits, x.shape[-1])).floor_().clamp_(-TOP, TOP), scale]
+    return [steps.add_(dither(bits, x.shape[-1])).floor_().clamp_(-MAX_INT8, MAX_INT8), scale]
 
 
 def grow(parts: list[Tensor], layout: Layout | None) -> Tensor:
-    """Return the float32 values ``(..., n)`` of the tensors that travelled; of float32 they are the tensor itself."""
+    """Return the float32 values ``(..., n)`` of transmitted tensors; for float32 the tensor itself."""
     values, *scale = parts
     if not scale:
         return values.float()
@@ -86,8 +87,8 @@ def grow(parts: list[Tensor], layout: Layout | None) -> Tensor:
 def dither(bits: Tensor, length: int) -> Tensor:
     """Return draws ``(..., length)`` in (0, 1), a pure function of key, length and coordinate.
 
-    They are odd multiples of ``2^-17``: added to a whole number up to 127 they are exact in float32, so what lies on
-    the grid stays on it.
+    They are odd multiples of ``2^-17``: a sum with an integer up to 127 is exact in float32, so values on the grid do
+    not change.
     """
     half = mix(torch.arange((length + 1) // 2, device=bits.device))
     pairs = mix(bits.unsqueeze(-1) ^ half)  # 32 bits each: two draws
@@ -100,11 +101,13 @@ def draw_key(seed: int, round_: int, clients: Tensor, kind: Kind, entry: str) ->
 
 
 def tensors_of(lengths: Mapping[str, int], layouts: Layouts, codec: Codec) -> dict[str, tuple[torch.dtype, int]]:
-    """Return name, dtype and length of the tensors that travel for a state."""
-    travelling = {name: (DTYPES[codec], length) for name, length in lengths.items()}
+    """Return name, dtype and length of the transmitted tensors of a state."""
+    transmitted = {name: (DTYPES[codec], length) for name, length in lengths.items()}
     if codec == "int8":
-        travelling |= {name + SCALE: (torch.float32, scales(length, layouts[name])) for name, length in lengths.items()}
-    return travelling
+        transmitted |= {
+            name + SCALE: (torch.float32, scales(length, layouts[name])) for name, length in lengths.items()
+        }
+    return transmitted
 
 
 def scales(length: int, layout: Layout | None) -> int:
@@ -113,24 +116,24 @@ def scales(length: int, layout: Layout | None) -> int:
 
 
 def _blocks(x: Tensor, scale: Tensor, layout: Layout | None) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield views of the parameters in ``x`` ``(..., n)`` as matrices, of their scales, and the axis a scale spans."""
-    at = first = 0
+    """Yield views of the parameters in ``x`` ``(..., n)`` as matrices, of their scales, and the axis of a scale."""
+    start = first = 0
     for shape in _shapes(x.shape[-1], layout):
         size, count = math.prod(shape), _scales_of(shape)
-        block, own = x[..., at : at + size], scale[..., first : first + count]
+        block, own = x[..., start : start + size], scale[..., first : first + count]
         if len(shape) == 2:
             yield block.unflatten(-1, shape), own.unsqueeze(-2), -2
         else:
             yield block.unflatten(-1, (count, size // count)), own.unsqueeze(-1), -1
-        at, first = at + size, first + count
+        start, first = start + size, first + count
 
 
 def _shapes(length: int, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes in a vector; those of plain values give each block and the rest its scale."""
+    """Return the shapes in a vector; plain values are split into blocks, each with its own scale."""
     if layout is not None:
         return layout.shapes
-    whole, rest = divmod(length, BLOCK)
-    return ((whole, 1, BLOCK),) * (whole > 0) + ((rest,),) * (rest > 0)
+    whole, rest = divmod(length, VALUES_PER_SCALE)
+    return ((whole, 1, VALUES_PER_SCALE),) * (whole > 0) + ((rest,),) * (rest > 0)
 
 
 def _scales_of(shape: tuple[int, ...]) -> int:
@@ -138,19 +141,21 @@ def _scales_of(shape: tuple[int, ...]) -> int:
 
 
 def place(entry: str, layout: Layout | None, index: int) -> str:
-    """Name the parameter that holds coordinate ``index`` of an entry: ``factors/fc1.A1``."""
+    """Return the name of the parameter with coordinate ``index`` of an entry: ``factors/fc1.A1``."""
     return entry if layout is None else f"{entry}/{layout.names[bisect_right(list(accumulate(layout.sizes)), index)]}"
 
 
 def finite(x: Tensor) -> Tensor:
-    """Tell for each vector of ``x`` ``(..., n)`` whether all its values are finite, with no mask of them in memory."""
-    if x.device.type == "cpu" and bool(x.sum(-1).isfinite().all()):  # then they are: one pass, most of the time
+    """Return for each vector of ``x`` ``(..., n)`` whether all values are finite, without a mask in memory."""
+    if x.device.type == "cpu" and bool(
+        x.sum(-1).isfinite().all()
+    ):  # a finite sum means finite values: usually one pass
         return torch.ones(x.shape[:-1], dtype=torch.bool)
-    return x.amin(-1).isfinite() & x.amax(-1).isfinite()  # both carry NaN along; aminmax is many times slower
+    return x.amin(-1).isfinite() & x.amax(-1).isfinite()  # both propagate NaN; aminmax is many times slower
 
 
 def first_not_finite(x: Tensor) -> int:
-    """Return the first coordinate of ``x`` ``(n,)`` that is not finite, where there is one."""
+    """Return the first coordinate of ``x`` ``(n,)`` that is not finite; there must be one."""
     start, end = 0, len(x)
     while end - start > 1:
         middle = (start + end) // 2

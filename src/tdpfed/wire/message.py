@@ -1,8 +1,8 @@
 """A message as bytes: ``TDPF``, a version, the length of a JSON header, the header, a safetensors payload.
 
-The header says who sends what to whom and carries a SHA-256 over itself and the payload, in which safetensors sees no
-bit flip. Bytes may come from anyone: ``decode`` checks every length against what is there before it allocates, runs
-nothing it reads, and refuses with :class:`Rejected` alone.
+The header describes the message and has a SHA-256 sum over itself and the payload, since safetensors does not detect
+bit flips. The bytes are untrusted: ``decode`` checks every length against the actual size before it allocates, executes
+nothing it reads, and raises only :class:`Rejected`.
 """
 
 import hashlib
@@ -38,16 +38,16 @@ from tdpfed.wire.payload import is_count, read_payload, strict_json
 from tdpfed.wire.rejected import Rejected
 
 MAGIC, VERSION = b"TDPF", 1
-PREFIX = len(MAGIC) + 1 + 4
-HEADER_LIMIT = 1024
+PREFIX_BYTES = len(MAGIC) + 1 + 4
+HEADER_LIMIT_BYTES = 1024
 KEYS = ("kind", "round", "client", "samples", "layout", "codec", "sha256")
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a message says of itself, and its tensors as they travelled: nothing of it is trusted yet.
+    """The header of a message and its tensors as received, not yet validated.
 
-    The tensors are views of the bytes that came in, for which a server may have no room twice: read them, do not write.
+    The tensors are views of the received bytes, to save memory: do not write to them.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ def encode(
 ) -> bytes:
     """Return a client's state, tensors ``(n,)``, as a message from it (up) or to it (down).
 
-    What its receiver would see as infinite or NaN is an error here: a float16 ends at 65504, and is not cut off there.
+    A value that the receiver would see as infinite or NaN is an error: float16 ends at 65504, values are not clipped.
     """
     lengths = _lengths(state, layouts, codec)
     tensors: dict[str, Tensor] = {}
@@ -77,12 +77,12 @@ def encode(
             raise TDPFedError(
                 f"{place(name, layout, first)}: {float(flat[first])} given, must be a finite number that {codec} holds"
             )
-        travelling = zip((name, name + SCALE), (DTYPES[codec], torch.float32), parts, strict=False)
-        tensors |= {key: part.to(dtype, copy=True) for key, dtype, part in travelling}
+        transmitted = zip((name, name + SCALE), (DTYPES[codec], torch.float32), parts, strict=False)
+        tensors |= {key: part.to(dtype, copy=True) for key, dtype, part in transmitted}
     payload = save(tensors)
     fields = (kind, round_, client, samples, form_hash(lengths, layouts), codec)
     digest = _digest(fields, payload)
-    _fields(dict(zip(KEYS, (*fields, digest), strict=True)))
+    _checked_header(dict(zip(KEYS, (*fields, digest), strict=True)))
     header = _header(*fields, digest)
     return MAGIC + bytes([VERSION]) + len(header).to_bytes(4, "little") + header + payload
 
@@ -90,15 +90,17 @@ def encode(
 def decode(data: bytes, limit: int) -> Message:
     """Return the message in ``data``, of at most ``limit`` bytes, or raise :class:`Rejected`."""
     if len(data) > limit:
-        raise Rejected("size", f"{len(data)} bytes, at most {limit} are allowed")
+        raise Rejected("size", f"{len(data)} bytes, must be at most {limit}")
     if data[:4] != MAGIC:
         raise Rejected("magic", f"begins with {data[:4]!r}, must be {MAGIC!r}")
     if data[4:5] != bytes([VERSION]):
         raise Rejected("version", f"format version {list(data[4:5])}, must be [{VERSION}]")
-    end = PREFIX + int.from_bytes(data[5:PREFIX], "little")
-    if len(data) < PREFIX or end > min(len(data), PREFIX + HEADER_LIMIT):
-        raise Rejected("header", f"header ends at byte {end} of {len(data)}, may have {HEADER_LIMIT} bytes")
-    header = _fields(strict_json(data[PREFIX:end], "header"))
+    end = PREFIX_BYTES + int.from_bytes(data[5:PREFIX_BYTES], "little")
+    if len(data) < PREFIX_BYTES or end > min(len(data), PREFIX_BYTES + HEADER_LIMIT_BYTES):
+        raise Rejected(
+            "header", f"header ends at byte {end} of {len(data)}, must have at most {HEADER_LIMIT_BYTES} bytes"
+        )
+    header = _checked_header(strict_json(data[PREFIX_BYTES:end], "header"))
     payload = memoryview(data)[end:]
     fields = {name: header[name] for name in KEYS[:-1]}
     if _digest(tuple(fields.values()), payload) != header["sha256"]:
@@ -109,24 +111,24 @@ def decode(data: bytes, limit: int) -> Message:
 def encoded_size(
     lengths: Mapping[str, int], layouts: Layouts, codec: Codec, *, kind: Kind, round_: int, client: int, samples: int
 ) -> int:
-    """Return exactly the length of what :func:`encode` makes of a state with entries of ``lengths``."""
+    """Return the exact length of the message that :func:`encode` makes of a state with these ``lengths``."""
     blank = "0" * 64
     form = tuple((name, length, layouts[name]) for name, length in lengths.items())
-    return PREFIX + len(_header(kind, round_, client, samples, blank, codec, blank)) + _payload_size(form, codec)
+    return PREFIX_BYTES + len(_header(kind, round_, client, samples, blank, codec, blank)) + _payload_size(form, codec)
 
 
 def form_hash(lengths: Mapping[str, int], layouts: Layouts) -> str:
-    """Return a SHA-256 over a state's entries: names, lengths, layouts; equal on two sides that mean the same."""
+    """Return a SHA-256 sum over the names, lengths and layouts of a state's entries, to compare two sides."""
     entries = [(name, lengths[name], layout and layout.hash) for name, layout in sorted(layouts.items())]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
 @lru_cache(maxsize=64)
 def _payload_size(form: tuple[tuple[str, int, Layout | None], ...], codec: Codec) -> int:
-    """Only the structure counts, so one payload of zeros stands for all."""
+    """Return the size of a payload, which depends only on names, types and lengths: measured with zeros."""
     lengths, layouts = {name: length for name, length, _ in form}, {name: layout for name, _, layout in form}
-    travelling = tensors_of(lengths, layouts, codec)
-    return len(save({name: torch.zeros(length, dtype=dtype) for name, (dtype, length) in travelling.items()}))
+    transmitted = tensors_of(lengths, layouts, codec)
+    return len(save({name: torch.zeros(length, dtype=dtype) for name, (dtype, length) in transmitted.items()}))
 
 
 def _header(*values: str | int) -> bytes:
@@ -134,14 +136,14 @@ def _header(*values: str | int) -> bytes:
 
 
 def _digest(fields: tuple[str | int, ...], payload: bytes | memoryview) -> str:
-    """Return the SHA-256 over the header with its own place left empty, and the payload."""
+    """Return the SHA-256 sum over the payload and the header, with the field of the sum left empty."""
     digest = hashlib.sha256(_header(*fields, ""))
     digest.update(payload)
     return digest.hexdigest()
 
 
 def _lengths(state: State, layouts: Layouts, codec: Codec) -> dict[str, int]:
-    """Return the lengths of a state's entries, which must be vectors of their layouts."""
+    """Return the lengths of a state's entries, which must be vectors that match their layouts."""
     if codec not in DTYPES:
         raise unknown("codec", codec, DTYPES)
     if state.keys() != layouts.keys():
@@ -154,8 +156,8 @@ def _lengths(state: State, layouts: Layouts, codec: Codec) -> dict[str, int]:
     return {name: len(value) for name, value in state.items()}
 
 
-def _fields(header: dict[str, Any]) -> dict[str, Any]:
-    """Return a header with exactly the fields and types it must have."""
+def _checked_header(header: dict[str, Any]) -> dict[str, Any]:
+    """Return a header if it has exactly the required fields and types."""
     if header.keys() != set(KEYS):
         raise Rejected("header", f"header: fields {sorted(header)}, must be {sorted(KEYS)}")
     client = header["client"] if is_count(header["client"]) else None
@@ -163,7 +165,7 @@ def _fields(header: dict[str, Any]) -> dict[str, Any]:
     rules |= dict.fromkeys(("round", "client", "samples"), is_count) | dict.fromkeys(("layout", "sha256"), _is_digest)
     for name, holds in rules.items():
         if not holds(header[name]):
-            raise Rejected("header", f"header: {name} is not what it must be", client=client)
+            raise Rejected("header", f"header: {name} is invalid", client=client)
     return header
 
 

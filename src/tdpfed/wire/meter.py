@@ -1,4 +1,4 @@
-"""How many bytes the messages of a round take: exactly, headers included, and without making one."""
+"""The exact size of the messages of a round, headers included, without encoding them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tdpfed.core.state import Entries, Turn, layouts_of, lengths_of
 from tdpfed.wire import Codec, Kind, encoded_size
 
 Header = tuple[int, int]
-"""What differs between the messages of a round: the client, and how many samples it has."""
+"""What differs between the messages of a round: the client, and its number of samples."""
 
 Sizes = tuple[int, int]
 """Bytes of all messages to the clients, and of all from them."""
@@ -20,7 +20,7 @@ Sizes = tuple[int, int]
 
 @dataclass(frozen=True)
 class Meter:
-    """Measures the rounds of one federation."""
+    """Measures the messages of one federation."""
 
     algorithm: Algorithm
     codec: Codec  # of uploads
@@ -30,8 +30,8 @@ class Meter:
     def sizes(self, turn: Turn, reported: Tensor, *, everybody: bool) -> Sizes:
         """Return the bytes of a round, down and up.
 
-        Of the turn's ``n`` clients those send who ``reported``, a mask ``(n,)``. Rounds in which ``everybody`` takes
-        part are measured once: of a header's numbers only the length of the round's changes then.
+        ``reported`` is the mask of the turn's clients that upload. Rounds with ``everybody`` are measured once for each
+        number of digits of the round: nothing else in their headers changes in size.
         """
         if not everybody:
             return self._measured(turn, reported)
@@ -53,7 +53,9 @@ class Meter:
         form = lengths_of(entries), layouts_of(entries)
         size = partial(encoded_size, *form, codec, kind=kind, round_=int(turn.round))
         digits = [tuple(len(str(number)) for number in header) for header in headers]
-        example = dict(zip(digits, headers, strict=True))  # headers of as many digits are as long
+        example = dict(
+            zip(digits, headers, strict=True)
+        )  # headers with the same numbers of digits have the same length
         return sum(
             count * size(client=example[key][0], samples=example[key][1]) for key, count in Counter(digits).items()
         )

@@ -1,8 +1,8 @@
-"""Reads the payload of a message, which is safetensors, with nothing taken on trust.
+"""Reads the untrusted payload of a message, in the safetensors format.
 
-The library writes it, but its reader would copy the values twice, and let a hundred megabytes of names, extra fields
-and names given twice through. Here the names may take little room, the values are not copied at all, and what is
-accepted is a part of what the library accepts.
+The library writes it, but its reader copies the values twice and accepts a hundred megabytes of names, extra fields and
+duplicate names. This reader limits the size of the names, does not copy the values, and accepts a subset of what the
+library accepts.
 """
 
 import json
@@ -14,27 +14,29 @@ from torch import Tensor
 
 from tdpfed.wire.rejected import Rejected, Rule
 
-NAMES_LIMIT = 16384
-"""Bytes that the names, dtypes and lengths of a few tensors may take."""
+NAMES_LIMIT_BYTES = 16384
+"""Limit for the names, dtypes and lengths of a message's few tensors."""
 
 SAFETENSORS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
 
 
 def read_payload(payload: memoryview, client: int) -> dict[str, Tensor]:
-    """Return the vectors of a payload, which must cover it from end to end: views of it, to be read, not written."""
+    """Return the vectors of a payload, which must cover all of it, as views: do not write to them."""
     start = 8 + int.from_bytes(payload[:8], "little")
-    if len(payload) < 8 or start > min(len(payload), 8 + NAMES_LIMIT):
-        reason = f"payload: header ends at byte {start} of {len(payload)}, may have {NAMES_LIMIT} bytes"
+    if len(payload) < 8 or start > min(len(payload), 8 + NAMES_LIMIT_BYTES):
+        reason = f"payload: header ends at byte {start} of {len(payload)}, must have at most {NAMES_LIMIT_BYTES} bytes"
         raise Rejected("payload", reason, client=client)
     entries = strict_json(bytes(payload[8:start]), "payload", client)
     spans = {name: _span(name, entry, client) for name, entry in entries.items()}
     at = 0
     for name, (begin, end, _) in sorted(spans.items(), key=lambda item: item[1][0]):
         if begin != at:
-            raise Rejected("payload", f"{name!r} begins at byte {begin}, must at {at}", client=client, tensor=name)
+            raise Rejected(
+                "payload", f"{name!r} begins at byte {begin}, must begin at {at}", client=client, tensor=name
+            )
         at = end
     if at != len(payload) - start:
-        raise Rejected("payload", f"declares {at} bytes of values, has {len(payload) - start}", client=client)
+        raise Rejected("payload", f"declares {at} bytes of values, must be {len(payload) - start}", client=client)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return {
@@ -57,14 +59,14 @@ def _span(name: str, entry: Any, client: int) -> tuple[int, int, torch.dtype]:
                 raise refused("shape", "is not a vector")
             dtype = SAFETENSORS[code]
             if not is_count(begin) or not is_count(end) or end - begin != shape[0] * dtype.itemsize:
-                raise refused("payload", "has a place that does not fit its shape")
+                raise refused("payload", "has offsets that do not match its shape")
             return begin, end, dtype
         case _:
             raise refused("payload", "has other fields than dtype, shape and data_offsets")
 
 
 def strict_json(raw: bytes, rule: Rule, client: int | None = None) -> dict[str, Any]:
-    """Return a JSON object in which no key comes twice."""
+    """Return a JSON object without duplicate keys."""
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -81,5 +83,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_count(value: object) -> bool:
-    """Tell whether a value is a whole number from 0 to what 63 bits hold."""
+    """Return whether a value is a whole number of at least 0 and below 2^63."""
     return type(value) is int and 0 <= value < 2**63

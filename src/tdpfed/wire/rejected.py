@@ -1,19 +1,19 @@
-"""The error with which a receiver refuses a message: who sent it, which rule it breaks, and where."""
+"""The error for a refused message: its sender, the violated rule and the tensor."""
 
 from typing import Literal
 
 from tdpfed.errors import TDPFedError
 
 Rule = Literal[
-    "size", "magic", "version", "header", "checksum", "payload",  # the bytes: refused by decode
+    "size", "magic", "version", "header", "checksum", "payload",  # refused by decode
     "dtype", "shape",  # refused by either
     "kind", "client", "duplicate", "round", "weight", "codec", "layout", "names", "nan",  # refused by validate
-    "gauge",  # refused by the server of a federation of factors
+    "gauge",  # refused by the server's gate, for CP factors
 ]  # fmt: skip
 
 
-class Rejected(TDPFedError):  # noqa: N818 - it says what happened to the message
-    """A message that must not be used: the sender as far as known, the rule it breaks and the tensor that does."""
+class Rejected(TDPFedError):  # noqa: N818 - the name describes the message
+    """A refused message: the sender if known, the rule it violates, and the tensor at fault if any."""
 
     def __init__(self, rule: Rule, reason: str, *, client: int | None = None, tensor: str | None = None) -> None:
         sender = "an unknown client" if client is None else f"client {client}"
@@ -23,5 +23,5 @@ class Rejected(TDPFedError):  # noqa: N818 - it says what happened to the messag
 
 
 def _plain(text: str, most: int) -> str:
-    """Return a text that may come from anyone as a bounded number of ASCII characters."""
+    """Return an untrusted text as a limited number of ASCII characters."""
     return text[:most].encode("ascii", "backslashreplace").decode()[:most]

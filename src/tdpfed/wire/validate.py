@@ -1,7 +1,7 @@
-"""The gate between a message and any arithmetic: what passes is finite, of the right form and counted once.
+"""Validation of messages before they are used: values must be finite, shapes right, and each client counted once.
 
-A receiver says what it expects in :class:`Expected`. Nothing a sender declares is used: its number of samples must be
-the one the receiver knows, and shapes are not broadcast.
+A receiver describes what it expects in :class:`Expected`. Nothing that a sender declares is trusted: its number of
+samples must be the one that the receiver knows, and shapes are not broadcast.
 """
 
 from collections.abc import Container, Mapping
@@ -18,7 +18,7 @@ from tdpfed.wire.rejected import Rejected, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What a receiver knows of the message it waits for."""
+    """What a receiver expects of a message."""
 
     kind: Kind
     round: int
@@ -26,24 +26,24 @@ class Expected:
     layouts: Layouts
     codec: Codec
     clients: Container[int]
-    """Who may send (up), or oneself (down)."""
+    """Clients that may send (up), or the receiving client (down)."""
     seen: Container[int] = ()
-    """Whose message of this round was accepted already."""
+    """Clients whose message of this round is already accepted."""
     samples: Mapping[int, int] = field(default_factory=dict)
-    """Number of training samples of each client; not used for down, where it is 0."""
+    """Number of training samples of each client; not used for down, where samples are 0."""
 
 
 def validate(message: Message, expected: Expected) -> State:
     """Return the state of a message, float32 vectors ``(n,)``, or raise :class:`Rejected`.
 
-    Where float32 travelled they are the message's own tensors, so views of the bytes that came in.
+    With the codec float32 they are the message's own tensors, views of the received bytes.
     """
     client = message.client
     form = form_hash(expected.lengths, expected.layouts)
     samples = 0 if expected.kind == "down" else expected.samples.get(client)
     rules: tuple[tuple[bool, Rule, str], ...] = (
         (message.kind == expected.kind, "kind", f"kind {message.kind}, must be {expected.kind}"),
-        (client in expected.clients, "client", "this client is not known here"),
+        (client in expected.clients, "client", "unknown client"),
         (client not in expected.seen, "duplicate", f"a second message in round {message.round}"),
         (message.round == expected.round, "round", f"of round {message.round}, must be of {expected.round}"),
         (message.samples == samples, "weight", f"declares {message.samples} samples, must be {samples}"),
@@ -66,12 +66,12 @@ def validate(message: Message, expected: Expected) -> State:
 
 
 def _check_tensors(message: Message, expected: Expected) -> None:
-    """Refuse tensors with other names, dtypes or lengths than the codec gives the expected state."""
-    travelling = tensors_of(expected.lengths, expected.layouts, expected.codec)
-    for name in sorted(travelling.keys() ^ message.tensors.keys()):
-        what = "missing" if name in travelling else "not expected"
+    """Refuse tensors whose names, dtypes or lengths differ from those of the expected state."""
+    transmitted = tensors_of(expected.lengths, expected.layouts, expected.codec)
+    for name in sorted(transmitted.keys() ^ message.tensors.keys()):
+        what = "missing" if name in transmitted else "not expected"
         raise Rejected("names", f"tensor {name!r} is {what}", client=message.client, tensor=name)
-    for name, (dtype, length) in travelling.items():
+    for name, (dtype, length) in transmitted.items():
         tensor = message.tensors[name]
         if tensor.dtype != dtype:
             reason = f"{name} is {tensor.dtype}, must be {dtype}"
@@ -82,7 +82,7 @@ def _check_tensors(message: Message, expected: Expected) -> None:
 
 
 def screen(state: State, layouts: Layouts, clients: Tensor) -> list[Rejected]:
-    """Return a refusal for each of ``clients`` ``(K,)`` whose row of a state ``(K, n)`` is not finite throughout."""
+    """Return a refusal for each of ``clients`` ``(K,)`` whose row of a state ``(K, n)`` is not finite."""
     refusals: dict[int, Rejected] = {}
     for name, value in state.items():
         for row in (~finite(value)).nonzero().flatten().tolist():
