@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 from rich.console import Console
-from test_grid import Spy
 from typer.testing import CliRunner
 
+from spy import Spy
 from tdpfed.cli import app, display
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
@@ -362,7 +362,7 @@ def test_what_a_run_warns_of_is_said_with_its_name(capsys: pytest.CaptureFixture
 def test_seeds_that_run_together_share_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(display, "Console", lambda **_: Console(file=screen, force_terminal=True, width=160))
-    monkeypatch.setattr("tdpfed.runs.grid._together", lambda cells: [cells] if cells else [])
+    monkeypatch.setattr("tdpfed.runs.grid._groups", lambda cells: [cells] if cells else [])
     done = call("--algorithms", "fedavg", "--seeds", "3", *QUICK)
     assert done.exit_code == 0
     assert "fedavg-seed0 and 2 more" in screen.getvalue()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from spy import Spy
 from tdpfed.config import Config, load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -50,32 +51,6 @@ def status(path: Path) -> str:
 @contextmanager
 def silent(simulation: Simulation, rounds: int, records: Any) -> Iterator[Any]:
     yield lambda _: None
-
-
-class Spy:
-    """Counts which sessions are begun, which resumed, and how many rounds are run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[str] = []
-        self.resumed: list[str] = []
-        self.rounds = 0
-        begin, resume, step = Session.begin, Session.resume, Simulation.step
-
-        def spy_begin(config: Config, path: Path, root: Path | None) -> Session:
-            self.begun.append(path.name)
-            return begin(config, path, root)
-
-        def spy_resume(path: Path, root: Path | None) -> Session:
-            self.resumed.append(path.name)
-            return resume(path, root)
-
-        def spy_step(simulation: Simulation, *arguments: Any) -> None:
-            self.rounds += 1
-            step(simulation, *arguments)
-
-        monkeypatch.setattr(Session, "begin", spy_begin)
-        monkeypatch.setattr(Session, "resume", spy_resume)
-        monkeypatch.setattr(Simulation, "step", spy_step)
 
 
 def test_a_cell_is_the_run_that_it_would_be_alone(tmp_path: Path) -> None:

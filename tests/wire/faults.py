@@ -186,6 +186,16 @@ def header_bytes(draw: Draw, scene: Scene) -> Case:
     return forge.framed(raw, forge.parts(scene.good)[1]), {"header"}
 
 
+def magic(draw: Draw, scene: Scene) -> Case:
+    start = draw(st.binary(min_size=4, max_size=4).filter(lambda start: start != scene.good[:4]))
+    return start + scene.good[4:], {"magic"}
+
+
+def version(draw: Draw, scene: Scene) -> Case:
+    other = draw(st.integers(0, 255).filter(lambda version: version != scene.good[4]))
+    return scene.good[:4] + bytes([other]) + scene.good[5:], {"version"}
+
+
 def header_length(draw: Draw, scene: Scene) -> Case:
     right = int.from_bytes(scene.good[5:9], "little")
     length = (right + draw(st.integers(1, 2**32 - 1))) % 2**32
@@ -243,6 +253,6 @@ def payload_bytes(draw: Draw, scene: Scene) -> Case:
 
 FAULTS: list[Fault] = [
     shape, dtype, nan, infinite, oversize, duplicate, unknown, missing, other_name, stale, wrong_rank, lying_rank,
-    weight, other_codec, other_kind, header_value, header_fields, header_bytes, header_length, flipped_bit,
-    random_bytes, payload_entries, payload_places, payload_bytes,
+    weight, other_codec, other_kind, magic, version, header_value, header_fields, header_bytes,
+    header_length, flipped_bit, random_bytes, payload_entries, payload_places, payload_bytes,
 ]  # fmt: skip
