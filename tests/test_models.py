@@ -248,7 +248,7 @@ def test_compiles_as_one_graph(name: str) -> None:
         ("resnet8", (3, 3, 3), "at least 4"),
         ("resnet18", (3, 7, 8), "at least 8"),
         ("transformer", (64,), "channels, height, width"),
-        ("transformer", (1, 7, 13), "no prime"),
+        ("transformer", (1, 7, 13), "not prime"),
     ],
 )
 def test_shapes_refused(name: str, shape: Any, rule: str) -> None:

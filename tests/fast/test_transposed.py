@@ -86,7 +86,7 @@ def test_steps_to_a_target_of_low_rank_are_the_steps(
     target[:, 7:] += (slopes.mT @ inputs).flatten(1)
     target[:, :7] += 1
     ends = []
-    for low_rank in (None, LowRankStep(7, slopes, inputs, ref(target))):
+    for low_rank in (None, LowRankStep(7, slopes, inputs, ref(target), ref(target))):
         space, rule = Transposed(plan), optim.adam(1e-2)
         packed = space.pack(a)
         space.move(packed, target, low_rank, 3.0, rule.in_place, rule.init(packed), range(1, 6))
@@ -121,7 +121,7 @@ def test_in_single_precision_a_target_of_low_rank_loses_one_digit_at_most() -> N
     space = Transposed(plan)
     packed = space.pack(a)
     unread = torch.zeros(4, 78400)
-    compute, pieces = space.residual(packed, unread, 12.0, LowRankStep(0, slopes, inputs, ref(unread)))
+    compute, pieces = space.residual(packed, unread, 12.0, LowRankStep(0, slopes, inputs, ref(unread), ref(unread)))
     start = a.double()
     moved = 0.99 * a  # a few steps on
     for factor in space._factors(packed):

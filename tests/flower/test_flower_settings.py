@@ -53,7 +53,7 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
         ({"flower.deadline": 0}, "flower.deadline: 0 given"),
         ({"flower.nodes": 2, "participation.clients": 3}, "participation.clients: 3 given, must be at most 2"),
         ({"flower.nodes": 2, "robust.name": "krum"}, "cannot work with the 2 clients"),
-        ({"run.seed": 1, "run.seed.deep": 1}, "goes below a single value"),
+        ({"run.seed": 1, "run.seed.deep": 1}, "inside a single value"),
         ({"algorithm.include": "[1"}, "must be a list or table in TOML"),
         ({"data.clients": 3}, "data.clients: 3 given, comes from the app's task.py"),
         ({"participation.dropout": 0.5}, "participation.dropout: 0.5 given, must be 0: real nodes"),

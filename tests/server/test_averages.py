@@ -168,4 +168,14 @@ def test_uploads_are_hidden() -> None:
     hidden = HiddenUploads()
     with pytest.raises(TDPFedError, match="uploads: 'w' read, must not be"):
         hidden["w"]
-    assert not list(hidden)
+    for use in (list, len, lambda one: "w" in one, lambda one: one.get("w"), lambda one: list(one.items())):
+        with pytest.raises(TDPFedError, match="with privacy"):
+            use(hidden)
+
+
+def test_privacy_refuses_a_map_that_mixes_clients_and_partial_uploads() -> None:
+    with pytest.raises(TDPFedError, match="mixes clients"):
+        private(Privacy(1.0, 1.0), uploads(), center())("body", through=lambda rows: rows - rows.mean(0))
+    with pytest.raises(TDPFedError, match="sent"):
+        private(Privacy(1.0, 1.0), uploads(), center())("body", sent=torch.ones_like(uploads()["body"]))
+    private(Privacy(1.0, 1.0), uploads(), center())("body", through=lambda rows: 2 * rows)

@@ -7,8 +7,9 @@ each a dict of tensors. A function is written for one client, with tensors ``(P,
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform
 
 import torch
@@ -33,9 +34,15 @@ def hyper(
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    rate: bool = False,
 ) -> Any:
-    """Declare a hyper-parameter: its default (without one it must be given), its meaning, and its range."""
-    return setting(default, doc, above=above, least=least, most=most, below=below)
+    """Declare a hyper-parameter: its default (without one it must be given), its meaning, and its range.
+
+    ``rate`` marks a learning rate, to be lowered when a run diverges.
+    """
+    item = setting(default, doc, above=above, least=least, most=most, below=below)
+    item.metadata = MappingProxyType({**item.metadata, "rate": rate})
+    return item
 
 
 class Average(Protocol):
@@ -118,7 +125,10 @@ class Algorithm(ABC):
 
         By default the server's entry of the same name. An entry of another name is assumed to be a change: 0.
         """
-        like = next(iter(server.values()), torch.zeros(0))
+        like, down = next(iter(server.values()), torch.zeros(0)), self.down()
+        for name in self.up():
+            if name in down and name not in server:
+                raise TDPFedError(f"{self.name}: the server has no entry {name!r}, so center() must be defined")
         return {n: server[n] if n in server else like.new_zeros(k) for n, k in lengths_of(self.up()).items()}
 
     def unchanged(self, message: State) -> State:
@@ -144,8 +154,7 @@ class Algorithm(ABC):
     @property
     def rates(self) -> dict[str, float]:
         """The learning rates by name, for the error of a run that diverges."""
-        names = [item.name for item in self.hyper_parameters() if item.name.startswith(("eta", "alpha"))]
-        return {name: getattr(self, name) for name in names}
+        return {item.name: getattr(self, item.name) for item in self.hyper_parameters() if item.metadata.get("rate")}
 
     @property
     def draws(self) -> int:
@@ -170,17 +179,23 @@ class Algorithm(ABC):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Compute a client's round: new private state, upload, and metrics (at least ``loss``)."""
 
-    def checked(self, update: Update) -> Update:
-        """Return the result of :meth:`update` if it matches the declared entries; raise an error otherwise."""
-        _, upload, metrics = update
-        declared = lengths_of(self.up())
-        given = {name: value.shape[-1] for name, value in upload.items()}
-        if given != declared or "loss" not in metrics:
-            raise TDPFedError(
-                f"{self.name}: update returned uploads {given} and metrics {sorted(metrics)}, "
-                f"must return uploads {declared} as up() declares, and a loss"
-            )
-        return update
+    def checked_update(self, message: State, private: State, local: LocalWork) -> Update:
+        """Return the result of :meth:`update`; refuse messages and states that are not as declared."""
+        self._check("broadcast", message, "down()", {n: (k,) for n, k in lengths_of(self.down()).items()}, local.turn)
+        new, upload, metrics = self.update(message, private, local)
+        axes = local.turn.clients.ndim
+        kept = {name: tuple(value.shape[axes:]) for name, value in private.items()}
+        self._check("update: private state", new, "init_private()", kept, local.turn)
+        self._check("update: upload", upload, "up()", {n: (k,) for n, k in lengths_of(self.up()).items()}, local.turn)
+        if "loss" not in metrics or metrics["loss"].shape != local.turn.clients.shape:
+            raise TDPFedError(f"{self.name}.update: metrics {sorted(metrics)} returned, must hold a loss per client")
+        return new, upload, metrics
+
+    def _check(self, what: str, state: State, source: str, declared: Mapping[str, tuple[int, ...]], turn: Turn) -> None:
+        given = {name: tuple(value.shape) for name, value in state.items()}
+        wanted = {name: (*turn.clients.shape, *shape) for name, shape in declared.items()}
+        if given != wanted:
+            raise TDPFedError(f"{self.name}.{what} {given} returned, must be {wanted} as {source} declares")
 
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:

@@ -16,7 +16,7 @@ class FedAvg(Algorithm):
 
     name = "fedavg"
 
-    eta: float = hyper(0.05, "learning rate", above=0, most=1e38)
+    eta: float = hyper(0.05, "learning rate", above=0, most=1e38, rate=True)
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Start from the common initial parameters."""

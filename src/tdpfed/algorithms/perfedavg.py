@@ -19,7 +19,7 @@ class PerFedAvg(FedAvg):
 
     name = "perfedavg"
 
-    alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38)
+    alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38, rate=True)
     variant: Literal["first-order", "hessian-free"] = hyper("first-order", "how the adaptation step is differentiated")
     delta: float = hyper(
         1e-3, "hessian-free: half the distance between the two points of the gradient difference", above=0

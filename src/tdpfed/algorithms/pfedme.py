@@ -22,8 +22,8 @@ class PFedMe(Algorithm):
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1, most=10**6)
-    eta: float = hyper(0.05, "learning rate of the local model", above=0, most=1e38)
-    eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
+    eta: float = hyper(0.05, "learning rate of the local model", above=0, most=1e38, rate=True)
+    eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38, rate=True)
     momentum: float = hyper(0.0, "Nesterov momentum of theta's steps", least=0, most=1)
 
     def init(self, theta: Tensor, generator: torch.Generator) -> State:

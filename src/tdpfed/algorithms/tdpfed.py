@@ -35,8 +35,8 @@ class TDPFed(Algorithm):
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
     s_prime: int = hyper(17, "s': steps on the factors per local round", least=1, most=10**6)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1, most=10**6)
-    eta: float = hyper(8e-4, "learning rate of the factors", above=0, most=1e38)
-    eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38)
+    eta: float = hyper(8e-4, "learning rate of the factors", above=0, most=1e38, rate=True)
+    eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38, rate=True)
     momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
         "adam", "optimizer of the factors; als is one damped least-squares sweep instead of the s' steps"

@@ -157,8 +157,7 @@ class LocalWork(ABC):
         """Return the minibatches that ``descend`` uses."""
         count = self.tau if steps is None else steps
         check_steps(count)
-        if first < 0:
-            raise wrong("first", first, "at least 0")
+        check_minibatch(first)
         return range(first, first + count)
 
 
@@ -166,3 +165,9 @@ def check_steps(steps: int) -> None:
     """Refuse to take no step: there would be no loss to report."""
     if steps < 1:
         raise wrong("steps", steps, "at least 1")
+
+
+def check_minibatch(t: int) -> None:
+    """Refuse a minibatch before the first."""
+    if t < 0:
+        raise wrong("batch", t, "at least 0")

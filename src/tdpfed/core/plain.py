@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.local import KEPT, Batch, FactorRule, Factors, Gradient, LocalWork, Near, Plan, check_steps
+from tdpfed.core.local import (
+    KEPT,
+    Batch,
+    FactorRule,
+    Factors,
+    Gradient,
+    LocalWork,
+    Near,
+    Plan,
+    check_minibatch,
+    check_steps,
+)
 from tdpfed.core.state import State, Turn
 
 
@@ -20,6 +31,7 @@ class PlainLocal(LocalWork):
 
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t``."""
+        check_minibatch(t)
         return self._batch(t)
 
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -68,8 +80,13 @@ class PlainLocal(LocalWork):
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return factors to optimize."""
-        kept = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else ()
-        return PlainFactors(plan, a, rule, kept or None)
+        return start_factors(plan, a, rule, private)
+
+
+def start_factors(plan: Plan, a: Tensor, rule: FactorRule, private: State) -> "PlainFactors":
+    """Return factors to optimize, with the state of an optimizer that continues."""
+    kept = tuple(private[name] for name in KEPT if name in private) if rule.restart == "run" else ()
+    return PlainFactors(plan, a, rule, kept or None)
 
 
 @dataclass(frozen=True)

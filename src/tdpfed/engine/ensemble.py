@@ -27,8 +27,7 @@ class Ensemble:
             raise TDPFedError("simulations: none given, at least one is needed")
         first = simulations[0]
         for other in simulations:
-            same = (other.algorithm == first.algorithm, other.federation.device == first.federation.device)
-            if not all((*same, other.round == first.round, other.runner.precision == first.runner.precision)):
+            if _kind(other) != _kind(first):
                 raise TDPFedError(
                     "simulations: must be runs of one algorithm on one device, in one precision and at the same round"
                 )
@@ -79,6 +78,12 @@ class Ensemble:
     @cached_property
     def _graphed(self) -> Graphed:
         return Graphed(self._computed)
+
+
+def _kind(simulation: Simulation) -> tuple[object, ...]:
+    """Return what simulations that are computed together must have in common."""
+    runner = simulation.runner
+    return simulation.algorithm, simulation.federation.device, simulation.round, runner.precision, runner.kind
 
 
 def error_of(action: Callable[[], None]) -> TDPFedError | None:

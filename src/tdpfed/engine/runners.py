@@ -165,7 +165,7 @@ class Runner:
 
     def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
         """Return the clients' results, checked against what the method declares, and whether all are finite."""
-        return with_finiteness(*self.algorithm.checked(self.algorithm.update(message, private, local)))
+        return with_finiteness(*self.algorithm.checked_update(message, private, local))
 
     @cached_property
     def gradient(self) -> RecordedGradient:

@@ -77,8 +77,8 @@ class FastFactors(Factors):
         counts, target = range(taken + 1, taken + steps + 1), space.target(near.theta)
         if isinstance(space, Transposed) and isinstance(optimizer, optim.FastOptimizer):
             known = near.low_rank if isinstance(near.low_rank, LowRankStep) else None
-            if known is not None and known.anchor is not self._composed:  # then it does not describe theta - compose(a)
-                known = None
+            if known is not None and (known.anchor is not self._composed or known.theta() is not near.theta):
+                known = None  # it does not describe theta - compose(a)
             space.move(a, target, known, lam, optimizer.in_place, moments, counts)
             self._packed = None
         else:

@@ -46,6 +46,7 @@ class LowRankStep(NamedTuple):
     slopes: Tensor  # (K, samples, outputs)
     inputs: Tensor  # (K, samples, inputs)
     anchor: "ref[Tensor]"  # V, a weak reference
+    theta: "ref[Tensor]"  # the parameters that hold these weights, a weak reference
 
 
 class FirstLayer(NamedTuple):
@@ -73,7 +74,7 @@ class FirstLayer(NamedTuple):
         slopes.mul_(-lr)
         new = torch.lerp(weights, anchor, within_float32(1 - kept), out=self._weights(moved))
         new.baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(kept, slopes, inputs, w))
+        return Near(moved, loss, self._low_rank(kept, slopes, inputs, w, moved))
 
     def steps_with_momentum(
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
@@ -100,11 +101,11 @@ class FirstLayer(NamedTuple):
             if step < count - 1:
                 z = torch.lerp(start, aim, share).baddbmm_(gram, slopes)
         torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w))
+        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w, moved))
 
-    def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor, w: Tensor) -> LowRankStep | None:
+    def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor, w: Tensor, moved: Tensor) -> LowRankStep | None:
         lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps
-        return LowRankStep(self.begin, slopes, inputs, ref(w)) if lost_in_rounding else None
+        return LowRankStep(self.begin, slopes, inputs, ref(w), ref(moved)) if lost_in_rounding else None
 
     def _with_others_of(self, theta: Tensor) -> Tensor:
         """Return a new tensor with a copy of theta except for the first layer's weights, which are written last."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_steps
+from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_minibatch, check_steps
+from tdpfed.core.plain import start_factors
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.factors import FastFactors
@@ -22,6 +23,7 @@ class FastLocal(LocalWork):
 
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t``."""
+        check_minibatch(t)
         return self._batch(t)
 
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -62,5 +64,6 @@ class FastLocal(LocalWork):
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return the factors, ready to be updated."""
         self._used.add("factors")
-        assert isinstance(plan, FactorPlan)
+        if not isinstance(plan, FactorPlan):  # a plan of the user's own
+            return start_factors(plan, a, rule, private)
         return FastFactors.start(plan, a, rule, private)

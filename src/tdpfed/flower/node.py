@@ -159,7 +159,7 @@ class Node:
             kept = store.before(round_, session)
             private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
             local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
-            private, upload, metrics = algorithm.checked(algorithm.update(message, private, local))
+            private, upload, metrics = algorithm.checked_update(message, private, local)
             if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
                 raise diverged(algorithm, round_)
             store.save(round_, session, private, settled)

@@ -4,9 +4,10 @@ An entry is averaged at most once in a round. Privacy depends on this: a second 
 With privacy, a client's updates of all entries together are clipped to ``privacy.clip``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from tdpfed.core.state import State
@@ -18,8 +19,10 @@ from tdpfed.server.robust import Rule, VectorAverage, average_for
 class Averages:
     """The averages of one round, by entry."""
 
-    def __init__(self, uploads: State, weights: Tensor, average: Callable[[str], VectorAverage]) -> None:
-        self._uploads, self._weights, self._average = uploads, weights, average
+    def __init__(
+        self, uploads: State, weights: Tensor, average: Callable[[str], VectorAverage], *, private: bool = False
+    ) -> None:
+        self._uploads, self._weights, self._average, self._private = uploads, weights, average, private
         self._asked: set[str] = set()
 
     def __call__(
@@ -31,16 +34,32 @@ class Averages:
         if entry in self._asked:
             raise TDPFedError(f"average: {entry!r} requested twice, must be requested at most once per round")
         self._asked.add(entry)
-        values = self._uploads[entry] if through is None else through(self._uploads[entry])
+        uploads = self._uploads[entry]
+        values = uploads if through is None else through(uploads)
+        if self._private and sent is not None:
+            raise TDPFedError(f"average: {entry!r} requested with sent, which is not covered by privacy")
+        if self._private and through is not None and _mixes(through, uploads, values):
+            raise TDPFedError(f"average: through of {entry!r} mixes clients, must map each by itself with privacy")
         weights = self._weights if sent is None else self._weights[:, None] * sent
         return self._average(entry)(values, weights)
 
 
-class HiddenUploads(dict[str, Tensor]):
-    """Replaces the uploads when privacy allows a method to see only their averages."""
+def _mixes(through: Callable[[Tensor], Tensor], uploads: Tensor, values: Tensor) -> bool:
+    """Whether the first client's value depends on the other clients: then no bound on one client's effect holds."""
+    return len(uploads) > 1 and not torch.allclose(through(uploads[:1]), values[:1], rtol=1e-3, atol=1e-5)
 
-    def __missing__(self, entry: str) -> NoReturn:
+
+class HiddenUploads(Mapping[str, Tensor]):
+    """Replaces the uploads when privacy allows a method to see only their averages: any use is an error."""
+
+    def __getitem__(self, entry: str) -> NoReturn:
         raise TDPFedError(f"uploads: {entry!r} read, must not be: with privacy a method may only use averages")
+
+    def __iter__(self) -> NoReturn:
+        raise TDPFedError("uploads: read, must not be: with privacy a method may only use averages")
+
+    def __len__(self) -> NoReturn:
+        raise TDPFedError("uploads: counted, must not be: with privacy a method may only use averages")
 
 
 def robust_averages(uploads: State, weights: Tensor, center: State, rule: Rule) -> Averages:
@@ -59,4 +78,4 @@ def private_averages(
         place = entries.index(entry)
         return private_average(privacy, center[entry], cohort, seed, round_, place=place, clip=clip)
 
-    return Averages(uploads, weights, average)
+    return Averages(uploads, weights, average, private=True)

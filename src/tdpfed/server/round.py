@@ -1,7 +1,7 @@
 """The server's part of a round, for the simulator and for Flower: its initial state, and how it aggregates."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant
 from tdpfed.server.robust import Rule
 from tdpfed.wire import Rejected
-
-T = TypeVar("T", State, dict[str, Tensor])
 
 
 def initial_state(algorithm: Algorithm, theta: Tensor, seed: int) -> tuple[State, Tensor]:
@@ -71,7 +69,8 @@ class ServerRound:
         averages = private_averages(
             uploads, weights, algorithm.center(server), self.accountant.privacy, cohort, self.seed, int(turn.round)
         )
-        return algorithm.aggregate(server, HiddenUploads(), averages, turn)
+        anonymous = Turn(turn.seed, turn.round, turn.clients[:0])  # who took part is a secret, and how many
+        return algorithm.aggregate(server, cast(State, HiddenUploads()), averages, anonymous)
 
     def no_uploads(self, server: State, turn: Turn) -> tuple[State, Turn]:
         """Return the empty uploads of a round without participants, and its turn."""
