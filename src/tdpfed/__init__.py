@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tdpfed.cp.layers import densify, tensorize
     from tdpfed.cp.plan import FactorPlan
     from tdpfed.data import Federation, make_federation
-    from tdpfed.engine.simulate import Result, simulate
+    from tdpfed.engine.result import Result, simulate
     from tdpfed.errors import TDPFedError
     from tdpfed.server.participation import Participation
 
@@ -87,7 +87,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
         "tdpfed.core.layout": ("Layout",),
         "tdpfed.data": ("Federation", "make_federation"),
         "tdpfed.server.participation": ("Participation",),
-        "tdpfed.engine.simulate": ("Result", "simulate"),
+        "tdpfed.engine.result": ("Result", "simulate"),
         "tdpfed.errors": ("TDPFedError",),
         "tdpfed.cp.layers": ("densify", "tensorize"),
         "tdpfed.cp.plan": ("FactorPlan",),

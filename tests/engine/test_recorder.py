@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import small
 from tdpfed import FedAvg, Participation, PFedMe
 from tdpfed.engine.attacks import Attack
-from tdpfed.engine.simulate import simulate
+from tdpfed.engine.result import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 

@@ -224,7 +224,7 @@ def test_minibatches_beyond_those_expected_are_the_ones_that_more_draws_would_gi
 @pytest.mark.parametrize("runner", ["batched", "loop", "together"])
 def test_an_upload_that_was_not_declared_is_refused(fault: str, runner: Any) -> None:
     algorithm = Undeclared(**small.COMMON, fault=fault)
-    words = r"undeclared: update returned uploads .* must return uploads \{'w': \d+\} as up\(\) declares, and a loss"
+    words = r"undeclared\.update: "
     if runner == "together":
         with pytest.raises(TDPFedError, match=words):
             Ensemble([Simulation(small.mlp(), small.federation(), algorithm, seed=seed) for seed in (0, 1)]).step()

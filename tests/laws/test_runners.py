@@ -8,8 +8,8 @@ import torch
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
 from tdpfed.core.state import Turn
+from tdpfed.engine.result import simulate
 from tdpfed.engine.runners import Runner
-from tdpfed.engine.simulate import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.server.participation import Participation

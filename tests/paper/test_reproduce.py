@@ -15,7 +15,7 @@ from tdpfed.cli.display import grid_progress
 from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError
 from tdpfed.paper.experiment import cells_of, choose, find, overruled, write
-from tdpfed.paper.paper import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
+from tdpfed.paper.published import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
 from tdpfed.paper.tables import _late, make, to_page
 from tdpfed.runs.grid import run_cells
 

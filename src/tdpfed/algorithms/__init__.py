@@ -1,10 +1,10 @@
 """The algorithms, one file each; :func:`find` returns them by name, and custom ones by ``module:Class``."""
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
+from tdpfed.algorithms.by_name import load
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
 from tdpfed.algorithms.local import Local
-from tdpfed.algorithms.own import load
 from tdpfed.algorithms.perfedavg import PerFedAvg
 from tdpfed.algorithms.pfedme import PFedMe
 from tdpfed.algorithms.tdpfed import TDPFed

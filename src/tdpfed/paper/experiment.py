@@ -12,7 +12,7 @@ from tdpfed.errors import TDPFedError, unknown
 from tdpfed.files import write_file
 from tdpfed.paper import tables
 from tdpfed.paper.figures import draw
-from tdpfed.paper.paper import STUDIES, TITLES, Study
+from tdpfed.paper.published import STUDIES, TITLES, Study
 from tdpfed.report.group import Group
 from tdpfed.report.read import SUMMARY, Run, read_runs
 from tdpfed.runs.grid import Cell, CellResult

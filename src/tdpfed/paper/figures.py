@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tdpfed.paper.paper import Row, Study
+from tdpfed.paper.published import Row, Study
 from tdpfed.report.figures import COLORS, MARKERS, STYLE, check
 from tdpfed.report.group import Group
 

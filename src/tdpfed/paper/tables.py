@@ -10,7 +10,7 @@ from typing import Any
 
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.models import from_spec
-from tdpfed.paper.paper import OURS, RANKS, ROUNDS, TITLES, Row, Study
+from tdpfed.paper.published import OURS, RANKS, ROUNDS, TITLES, Row, Study
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.parse import Number
 
