@@ -49,7 +49,7 @@ def simulation(workload: dict[str, Any], device: str) -> Any:
     try:
         from tdpfed.engine.simulation import Simulation
     except ImportError:  # before the modules moved
-        from tdpfed.engine.result import Simulation  # type: ignore[attr-defined]
+        from tdpfed.engine.simulate import Simulation  # type: ignore[import-not-found,no-redef]
     shape, clients = workload.get("shape", (1, 28, 28)), workload.get("clients", 20)
     generator = torch.Generator().manual_seed(0)
     owner = torch.arange(clients).repeat_interleave(400)
