@@ -68,6 +68,8 @@ class Algorithm(ABC):
     """Whether clients and server exchange messages."""
     shared_seed: ClassVar[bool] = False
     """Whether messages depend on draws that clients repeat, so that clients know the run's seed."""
+    same_for_all: ClassVar[bool] = True
+    """Whether all clients of a round receive the same message."""
     has_envelope: ClassVar[bool] = False
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 
@@ -141,6 +143,11 @@ class Algorithm(ABC):
     def summable(self) -> bool:
         """Whether the server needs only a weighted sum of the uploads, as in secure aggregation."""
         return self.communicates and not self.shared_seed
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The server's entries that are averages of uploads: a server optimizer may step on them instead."""
+        return tuple(name for name in self.up() if name in self.down())
 
     @property
     def plan(self) -> FactorPlan | None:

@@ -21,6 +21,7 @@ class FedAvgSAR(FedAvg):
 
     name = "fedavg_sar"
     shared_seed = True
+    same_for_all = False
 
     compression: float = hyper(2.0, "compression rate: 1 of this many coordinates is sent, each way", least=1)
 
@@ -62,6 +63,11 @@ class FedAvgSAR(FedAvg):
     def center(self, server: State) -> State:
         """Return 0: changes are averaged."""
         return {"values": torch.zeros_like(server["w"])}
+
+    @property
+    def averaged(self) -> tuple[str, ...]:
+        """The server's model."""
+        return ("w",)
 
     def compression_reached(self) -> tuple[float, float, str]:
         """At least one value is sent."""

@@ -23,7 +23,8 @@ from tdpfed.errors import TDPFedError
 from tdpfed.server import privacy
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule
-from tdpfed.wire import Codec
+from tdpfed.server.step import ServerStep
+from tdpfed.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +100,6 @@ class Model(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire(Section):
-    """How uploads are encoded."""
-
-    codec: Codec = setting("float32", "number format of uploads; int8: a scale per factor column, stochastic rounding")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Robust(Rule):
     """Robust aggregation on the server, and simulated attacks."""
 
@@ -173,7 +167,7 @@ ALGORITHM = "algorithm"
 
 SECTIONS: dict[str, type] = {
     "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "participation": Participation, "wire": Wire,
-    "robust": Robust, "privacy": Privacy, "checkpoint": Checkpoint, "engine": Engine,
+    "server": ServerStep, "robust": Robust, "privacy": Privacy, "checkpoint": Checkpoint, "engine": Engine,
 }  # fmt: skip
 """The sections by name, in the order in which they are listed and written."""
 
@@ -189,6 +183,7 @@ class Config:
     method: Algorithm = field(default_factory=find(DEFAULT))
     participation: Participation = Participation()
     wire: Wire = Wire()
+    server: ServerStep = ServerStep()
     robust: Robust = Robust()
     privacy: Privacy = Privacy()
     checkpoint: Checkpoint = Checkpoint()

@@ -46,7 +46,9 @@ def _without_effect(config: Config) -> Iterator[str]:
 def _without_uploads(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """Yield settings of uploads for a method that uploads nothing."""
     for key, value, usual in (
-        ("wire.codec", config.wire.codec, "float32"),
+        ("wire.update", config.wire.update, "dense"),
+        ("wire.codec", config.wire.codec, None),
+        ("wire.down", config.wire.down, "dense"),
         ("robust.name", config.robust.name, "mean"),
         ("robust.clip", config.robust.clip, None),
     ):

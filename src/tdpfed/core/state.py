@@ -13,6 +13,9 @@ from tdpfed.core.layout import Layout
 
 State = dict[str, Tensor]
 
+WIRE, STEP = "wire.", "step."
+"""Prefixes of entries that belong to the wire or to the server's optimizer and not to the method."""
+
 Entries = Mapping[str, Layout | int]
 """The entries of a message: the layout of each, or its length if it has none."""
 
@@ -29,6 +32,16 @@ class Turn:
 def to_each(state: State, turn: Turn) -> State:
     """Return the same message for each of the turn's clients: views with their leading axis."""
     return {name: value.expand(*turn.clients.shape, *value.shape) for name, value in state.items()}
+
+
+def own_entries(state: State) -> State:
+    """Return the entries of a state that belong to the method."""
+    return {name: value for name, value in state.items() if not name.startswith((WIRE, STEP))}
+
+
+def wire_entries(state: State) -> State:
+    """Return the entries of a state that belong to the wire."""
+    return {name: value for name, value in state.items() if name.startswith(WIRE)}
 
 
 def lengths_of(entries: Entries) -> dict[str, int]:

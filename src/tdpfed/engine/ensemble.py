@@ -47,7 +47,7 @@ class Ensemble:
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
-            states += [simulation.server, simulation.store.rows(turn.clients), as_state(turn)]
+            states += [simulation.broadcast.known, simulation.own_rows(turn.clients), as_state(turn)]
         compute = partial(self._graphed if runner.graphs and turns[0].clients.is_cuda else self._computed, *states)
         on_cpu = turns[0].clients.device.type == "cpu"
         with arithmetic(runner.precision):

@@ -17,7 +17,8 @@ from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy
 from tdpfed.server.records import Record
 from tdpfed.server.robust import Rule
-from tdpfed.wire import Codec
+from tdpfed.server.step import AVERAGE, ServerStep
+from tdpfed.wire import PLAIN, Wire
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def simulate(
     chunk: int | None = None,
     loss: Loss = cross_entropy,
     diagnostics: Diagnostics | None = None,
-    codec: Codec = "float32",
+    wire: Wire = PLAIN,
     rule: Rule = MEAN,
+    server_step: ServerStep = AVERAGE,
     attack: Attack | None = None,
     privacy: Privacy | None = None,
     precision: Precision = "float32",
@@ -65,13 +67,13 @@ def simulate(
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
-    The model's parameters are the common starting point. ``seed`` determines all random draws. With many clients,
+    ``wire`` chooses what of the uploads travels. The model's parameters are the common starting point. ``seed`` determines all random draws. With many clients,
     accuracy can be measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not
     fit.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        diagnostics=diagnostics, codec=codec, rule=rule, attack=attack, privacy=privacy,
+        diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

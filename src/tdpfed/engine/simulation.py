@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import Stream, choose
 from tdpfed.core.objective import Loss, Objective, cross_entropy
-from tdpfed.core.state import State, Turn
+from tdpfed.core.state import State, Turn, own_entries, wire_entries
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
 from tdpfed.engine.attacks import Attack, attackers, flip_labels
@@ -25,14 +25,17 @@ from tdpfed.engine.runners import Runner, RunnerName, Updates
 from tdpfed.engine.store import Place, Store
 from tdpfed.engine.uplink import Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import check_gauge
+from tdpfed.server.gate import accepted, check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.records import Ledger, Record, due
 from tdpfed.server.robust import Rule
 from tdpfed.server.round import ServerRound, initial_state, only
-from tdpfed.wire import Codec, Rejected
-from tdpfed.wire.meter import Meter, dense_bytes
+from tdpfed.server.step import AVERAGE, ServerStep
+from tdpfed.wire import PLAIN, Rejected, Wire
+from tdpfed.wire.channel import Channel
+from tdpfed.wire.downlink import Broadcast, Downlink
+from tdpfed.wire.forms import dense_bytes
 
 EVERYBODY = Participation()
 MEAN = Rule()
@@ -53,8 +56,9 @@ class Simulation:
         chunk: int | None = None,
         loss: Loss = cross_entropy,
         diagnostics: Diagnostics | None = None,
-        codec: Codec = "float32",
+        wire: Wire = PLAIN,
         rule: Rule = MEAN,
+        server_step: ServerStep = AVERAGE,
         attack: Attack | None = None,
         privacy: Privacy | None = None,
         precision: Precision = "float32",
@@ -75,7 +79,9 @@ class Simulation:
             federation = flip_labels(federation, hostile)
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
-        self.uplink = Uplink(self.algorithm, federation.clients, seed, codec, attack)
+        self.channel, self.downlink = (kind(self.algorithm, wire, seed) for kind in (Channel, Downlink))
+        self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
+        server_step.check(self.algorithm)
         check_gauge(self.algorithm, rule)
         if diagnostics is not None:
             defined_for(self.algorithm)
@@ -88,21 +94,24 @@ class Simulation:
             checks.check_privacy(self.algorithm, participation, rule, attack, federation.clients)
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
             self.accountant.check_affordable(1)
-        self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant)
+        self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant, server_step)
         if ranks.world > 1:
             federation = federation.only(ranks.own(torch.arange(federation.clients)))
         self.federation = federation
         self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk, precision=precision)
-        self.server, start = initial_state(self.algorithm, self.objective.initial(), seed)
-        self.store = Store(self.algorithm.init_private(start), federation.clients, state, state_folder, ranks)
+        server, start = initial_state(self.algorithm, self.objective.initial(), seed)
+        self.server = server | server_step.start(server, self.algorithm) | self.downlink.start(server)
+        private = self.algorithm.init_private(start) | self.channel.start(start)
+        self.store = Store(private, federation.clients, state, state_folder, ranks)
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
         self.recorder = Recorder(self.objective, self.algorithm, federation, self.honest, evaluated, ranks)
         self.round = 0
-        self.ledger, self.meter = Ledger(), Meter(self.algorithm, codec, federation.train_size)
+        self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
         self._trained: tuple[Tensor, Updates] | None = None
+        self._broadcast: Broadcast | None = None  # of the next round, once it is computed
 
     def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
@@ -162,50 +171,88 @@ class Simulation:
 
     def _train_and_aggregate(self, turn: Turn, reported: Tensor, updates: Updates | None) -> tuple[bool, int]:
         """Train the turn's clients, unless ``updates`` are given, and aggregate the uploads of those in the mask."""
+        kept: State = {}
         if len(turn.clients):
             updates = self._train(turn) if updates is None else updates
             checks.check_finite(updates, turn, self.algorithm, self.uplink.attack)
+            kept = self.store.rows(turn.clients, tuple(wire_entries(self.store.start)))
         server, count = self.server, 0
         if self.algorithm.communicates:
-            uploads, senders = self._accepted_uploads(updates, turn, reported)
+            uploads, senders, kept = self._accepted_uploads(updates, turn, reported, kept)
             count = len(senders.clients)
             if not self.server_round.enough(count):
                 return False, count
             samples = self.federation.train_size[senders.clients]
             server = self.server_round.aggregate(self.server, uploads, samples, senders)
+            server |= self.downlink.received(self.broadcast.memory, turn.clients, self.round + 1)
         if updates is not None:
-            self.store.put(turn.clients, updates.private, partial(self.runner.spread, participants=len(turn.clients)))
-        self.server, self._trained = server, None if updates is None else (turn.clients, updates)
+            spread = partial(self.runner.spread, participants=len(turn.clients))
+            self.store.put(turn.clients, updates.private | kept, spread)
+        self.server, self._broadcast = server, None
+        self._trained = None if updates is None else (turn.clients, updates)
         return True, count
+
+    @property
+    def broadcast(self) -> Broadcast:
+        """The server's message of the next round."""
+        if self._broadcast is None:
+            self._broadcast = self.downlink.send(self.server)
+        return self._broadcast
 
     def _train(self, turn: Turn) -> Updates:
         """Run the turn's clients; the private state returned covers only the clients of this process."""
         own = replace(turn, clients=self.ranks.own(turn.clients))
         part = None
         if len(own.clients):
-            part = self.runner.run(self.server, self.store.rows(own.clients), own, len(turn.clients))
+            part = self.runner.run(self.broadcast.known, self.own_rows(own.clients), own, len(turn.clients))
         return self.ranks.shared(part, turn.clients)
 
-    def _accepted_uploads(self, updates: Updates | None, turn: Turn, reported: Tensor) -> tuple[State, Turn]:
-        """Return the uploads the gate accepts; ``reported`` masks those of the turn's clients that upload."""
+    def own_rows(self, clients: Tensor) -> State:
+        """Return the clients' rows of the method's private state."""
+        return self.store.rows(clients, tuple(own_entries(self.store.start)))
+
+    def _accepted_uploads(
+        self, updates: Updates | None, turn: Turn, reported: Tensor, kept: State
+    ) -> tuple[State, Turn, State]:
+        """Return the uploads the gate accepts, their clients, and what this process's clients keep for the wire.
+
+        ``reported`` masks those of the turn's clients that upload. A refused upload counts as not sent.
+        """
         if updates is None:
-            return self.server_round.no_uploads(self.server, turn)
+            return *self.server_round.no_uploads(self.server, turn), kept
         self._count(turn, reported)
         if not bool(reported.any()):
-            return self.server_round.no_uploads(self.server, turn)
+            return *self.server_round.no_uploads(self.server, turn), kept
+        known = self.broadcast.known
         sent, senders = only(updates.upload, turn, reported)
-        uploads = self.uplink.transmit(sent, self.server, senders)
+        mine = self.ranks.part({"mine": reported}, turn.clients.cpu())["mine"]
+        before = {name: value[mine.to(value.device)] for name, value in kept.items()}
+        uploads, after, far = self.uplink.transmit(sent, known, before, senders)
         finite = uploads is sent  # already checked with the clients' results
-        uploads, senders, refused = self.server_round.admitted(uploads, self.server, senders, finite=finite)
+        passed, turn, refused = self._admitted(uploads, known, senders, far, finite)
+        lost = ~torch.isin(senders.clients, turn.clients)
+        after = self.uplink.returned(after, uploads, known, senders, lost)
+        for name, value in after.items():
+            kept[name][mine.to(value.device)] = value
         self.refused += refused
         self.ledger.rejected += len(refused)
-        return uploads, senders
+        return passed, turn, kept
+
+    def _admitted(
+        self, uploads: State, known: State, senders: Turn, far: list[Rejected], finite: bool
+    ) -> tuple[State, Turn, list[Rejected]]:
+        """Return the uploads that pass the gate, with what the server has and clients do not know, and the refusals."""
+        if far:
+            uploads, senders = only(uploads, senders, accepted(senders, far))
+        for name, difference in self.downlink.difference(self.server, known).items():
+            uploads = uploads | {name: uploads[name] + difference}
+        found, turn, refused = self.server_round.admitted(uploads, self.server, senders, finite=finite)
+        return found, turn, far + refused
 
     def _count(self, turn: Turn, reported: Tensor) -> None:
         """Add the exact sizes of the round's messages, headers included, to the ledger."""
-        down, up = self.meter.sizes(turn, reported, everybody=turn.clients is self._everybody)
-        self.ledger.downlink += down
-        self.ledger.uplink += up
+        self.ledger.downlink += self.downlink.bytes(self.server, turn.clients, self.round + 1)
+        self.ledger.uplink += int(reported.sum()) * self.channel.form.bytes
         self.ledger.client_rounds += len(turn.clients)
         self.ledger.uploads += int(reported.sum())
 
@@ -216,7 +263,7 @@ class Simulation:
             if self.diagnostics is not None and self._diagnosed:
                 turn = self._turn(self.round, self._everybody)
                 weights = self.server_round.weights(self.federation.train_size)
-                extra = diagnose(self.runner, self.server, self.private, turn, weights, self.diagnostics)
+                extra = diagnose(self.runner, own_entries(self.server), self.private, turn, weights, self.diagnostics)
             return self.recorder.record(
                 self.round, self.server, self.store, self._trained, self.ledger, seconds,
                 epsilon=self.epsilon, diagnostics=extra,
@@ -277,3 +324,4 @@ class Simulation:
     def resume_from(self, round_: int, server: State, store: Store, ledger: Ledger) -> None:
         """Continue from the state after a round; the simulation takes ownership of the tensors and the ledger."""
         self.round, self.server, self.store, self.ledger, self._trained = round_, server, store, ledger, None
+        self._broadcast = None

@@ -7,7 +7,7 @@ clients. With several processes (:mod:`tdpfed.engine.ranks`) each holds the rows
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir
@@ -77,17 +77,20 @@ class Store:
         """Return a store in the same place for this many clients, all with the state ``start``."""
         return Store(start, clients, self.place, self.folder, self.ranks)
 
-    def rows(self, clients: Tensor) -> State:
-        """Return copies of the clients' rows, in their order; only of clients that this process holds."""
-        own = self.ranks.own(clients)
+    def rows(self, clients: Tensor, names: Sequence[str] | None = None) -> State:
+        """Return copies of the clients' rows, in their order; only of clients that this process holds.
+
+        ``names`` are the entries, all by default.
+        """
+        own, names = self.ranks.own(clients), tuple(self.start) if names is None else names
         if not self._sparse or not self._untouched:
-            return self._copied(own)
+            return self._copied(own, names)
         ids = own.cpu()
         known = self.touched[ids]
         if bool(known.all()):
-            return self._copied(ids)
-        rows = {name: first.expand(len(ids), *first.shape).clone() for name, first in self.start.items()}
-        for name, value in self._copied(ids[known]).items():
+            return self._copied(ids, names)
+        rows = {name: self.start[name].expand(len(ids), *self.start[name].shape).clone() for name in names}
+        for name, value in self._copied(ids[known], names).items():
             if value.numel():
                 assign(rows[name], known.to(value.device), value)
         return rows
@@ -131,9 +134,10 @@ class Store:
             for name, value in self.start.items()
         }
 
-    def _copied(self, ids: Tensor) -> State:
+    def _copied(self, ids: Tensor, names: Sequence[str]) -> State:
         slots, found = self._slots(ids), {}
-        for name, value in self._values.items():
+        for name in names:
+            value = self._values[name]
             found[name] = value.index_select(0, slots.to(value.device)).to(self.start[name].device)
         return found
 

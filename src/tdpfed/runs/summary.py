@@ -15,7 +15,7 @@ import tdpfed
 from tdpfed.core.layout import Layout
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.records import Ledger, Record, worst_decile
-from tdpfed.wire.meter import dense_bytes
+from tdpfed.wire.forms import dense_bytes
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import Stream, key
-from tdpfed.core.state import State, Turn, lengths_of
+from tdpfed.core.state import State, Turn, lengths_of, own_entries
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.server.averages import HiddenUploads, private_averages, robust_averages
 from tdpfed.server.gate import accepted, refusals
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant
 from tdpfed.server.robust import Rule
+from tdpfed.server.step import AVERAGE, ServerStep
 from tdpfed.wire import Rejected
 
 
@@ -35,6 +36,7 @@ class ServerRound:
     participation: Participation
     rule: Rule
     accountant: Accountant | None = None
+    step: ServerStep = AVERAGE
 
     def admitted(
         self, uploads: State, server: State, turn: Turn, *, finite: bool = False
@@ -59,18 +61,19 @@ class ServerRound:
 
         A round without uploads changes nothing. With privacy it still adds noise, since participation is a secret.
         """
-        algorithm, weights = self.algorithm, self.weights(samples)
+        algorithm, weights, own = self.algorithm, self.weights(samples), own_entries(server)
         if self.accountant is None:
             if not len(turn.clients):
                 return server
-            averages = robust_averages(uploads, weights, algorithm.center(server), self.rule)
-            return algorithm.aggregate(server, uploads, averages, turn)
+            averages = robust_averages(uploads, weights, algorithm.center(own), self.rule)
+            return self.step.after(server, algorithm.aggregate(own, uploads, averages, turn), algorithm)
         cohort = self.accountant.rate * algorithm.population
         averages = private_averages(
-            uploads, weights, algorithm.center(server), self.accountant.privacy, cohort, self.seed, int(turn.round)
+            uploads, weights, algorithm.center(own), self.accountant.privacy, cohort, self.seed, int(turn.round)
         )
         anonymous = Turn(turn.seed, turn.round, turn.clients[:0])  # who took part is a secret, and how many
-        return algorithm.aggregate(server, cast(State, HiddenUploads()), averages, anonymous)
+        averaged = algorithm.aggregate(own, cast(State, HiddenUploads()), averages, anonymous)
+        return self.step.after(server, averaged, algorithm)
 
     def no_uploads(self, server: State, turn: Turn) -> tuple[State, Turn]:
         """Return the empty uploads of a round without participants, and its turn."""

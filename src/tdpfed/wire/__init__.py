@@ -1,22 +1,27 @@
-"""The message format of simulation and deployment: encoding, codecs, message sizes and validation."""
+"""What travels between server and clients: forms of uploads, number formats, messages as bytes, and their validation."""
 
 from tdpfed.wire.codecs import Codec, Kind, Layouts, lossy
-from tdpfed.wire.message import Message, decode, encode, encoded_size
+from tdpfed.wire.forms import Form
+from tdpfed.wire.message import Message, decode, encode, whole_parts
 from tdpfed.wire.rejected import Rejected, Rule
+from tdpfed.wire.settings import PLAIN, Wire
 from tdpfed.wire.validate import Expected, screen, validate
 
 __all__ = [
+    "PLAIN",
     "Codec",
     "Expected",
+    "Form",
     "Kind",
     "Layouts",
     "Message",
     "Rejected",
     "Rule",
+    "Wire",
     "decode",
     "encode",
-    "encoded_size",
     "lossy",
     "screen",
     "validate",
+    "whole_parts",
 ]

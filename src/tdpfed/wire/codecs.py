@@ -22,7 +22,7 @@ from tdpfed.core.draws import Stream, key, mix
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import State
 
-Codec = Literal["float32", "float16", "bfloat16", "int8"]
+Codec = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 Kind = Literal["down", "up"]
 Layouts = Mapping[str, Layout | None]
 

@@ -5,9 +5,9 @@ from typing import Literal
 from tdpfed.errors import TDPFedError
 
 Rule = Literal[
-    "size", "magic", "version", "header", "checksum", "payload",  # refused by decode
-    "dtype", "shape",  # refused by either
-    "kind", "client", "duplicate", "round", "weight", "codec", "layout", "names", "nan",  # refused by validate
+    "size", "magic", "version", "header", "checksum",  # refused by decode
+    "kind", "client", "duplicate", "round", "weight", "codec", "form", "layout", "payload",  # by validate: the header
+    "values", "nan", "norm",  # by validate: the numbers
     "gauge",  # refused by the server's gate, for CP factors
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Validation of messages before they are used: values must be finite, shapes right, and each client counted once.
+"""Validation of messages before they are used: values must be finite, lengths right, and each client counted once.
 
 A receiver describes what it expects in :class:`Expected`. Nothing that a sender declares is trusted: its number of
-samples must be the one that the receiver knows, and shapes are not broadcast.
+samples must be the one that the receiver knows, and the length of the payload is that of the expected form.
 """
 
 from collections.abc import Container, Mapping
@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from tdpfed.core.state import State
-from tdpfed.wire.codecs import SCALE, Codec, Kind, Layouts, finite, first_not_finite, grow, place, tensors_of
-from tdpfed.wire.message import Message, form_hash
+from tdpfed.wire.blocks import Parts
+from tdpfed.wire.codecs import Kind, Layouts, finite, first_not_finite, place
+from tdpfed.wire.forms import HEADER_BYTES, Form, Whole
+from tdpfed.wire.message import Message
+from tdpfed.wire.packing import MalformedError
 from tdpfed.wire.rejected import Rejected, Rule
+
+LARGEST_CHANGE = 1e4
+"""Largest norm of a change over that of the received entry, or over 1 if that is larger: far beyond any training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,63 +28,80 @@ class Expected:
 
     kind: Kind
     round: int
-    lengths: Mapping[str, int]
-    layouts: Layouts
-    codec: Codec
+    form: Form
     clients: Container[int]
     """Clients that may send (up), or the receiving client (down)."""
     seen: Container[int] = ()
     """Clients whose message of this round is already accepted."""
     samples: Mapping[int, int] = field(default_factory=dict)
     """Number of training samples of each client; not used for down, where samples are 0."""
+    unchanged: State | None = None
+    """For a form of changes: the entries ``(n,)`` of a client that changed nothing."""
 
 
 def validate(message: Message, expected: Expected) -> State:
     """Return the state of a message, float32 vectors ``(n,)``, or raise :class:`Rejected`.
 
-    With the codec float32 they are the message's own tensors, views of the received bytes.
+    With the codec float32 they are views of the received bytes: do not write to them.
     """
-    client = message.client
-    form = form_hash(expected.lengths, expected.layouts)
+    client, form = message.client, expected.form
     samples = 0 if expected.kind == "down" else expected.samples.get(client)
+    length = form.bytes - HEADER_BYTES
     rules: tuple[tuple[bool, Rule, str], ...] = (
         (message.kind == expected.kind, "kind", f"kind {message.kind}, must be {expected.kind}"),
         (client in expected.clients, "client", "unknown client"),
         (client not in expected.seen, "duplicate", f"a second message in round {message.round}"),
         (message.round == expected.round, "round", f"of round {message.round}, must be of {expected.round}"),
         (message.samples == samples, "weight", f"declares {message.samples} samples, must be {samples}"),
-        (message.codec == expected.codec, "codec", f"codec {message.codec}, must be {expected.codec}"),
-        (message.layout == form, "layout", f"layout {message.layout}, must be {form}"),
+        (message.codec == form.codec, "codec", f"codec {message.codec}, must be {form.codec}"),
+        (message.form == form.name, "form", f"form {message.form}, must be {form.name}"),
+        (message.hash == form.hash, "layout", f"layout {message.hash.hex()}, must be {form.hash.hex()}"),
+        (len(message.payload) == length, "payload", f"{len(message.payload)} bytes of values, must be {length}"),
     )
     for holds, rule, reason in rules:
         if not holds:
             raise Rejected(rule, reason, client=client)
-    _check_tensors(message, expected)
-    state = {
-        name: grow([message.tensors[key] for key in (name, name + SCALE) if key in message.tensors], layout)
-        for name, layout in expected.layouts.items()
-    }
-    for refusal in screen(
-        {name: value[None] for name, value in state.items()}, expected.layouts, torch.tensor([client])
-    ):
+    state = _grown(_parts(message, form), form)
+    for refusal in screen({n: value[None] for n, value in state.items()}, form.layouts, torch.tensor([client])):
         raise refusal
+    if expected.unchanged is None:
+        return state
+    for name, change in state.items():
+        bound = LARGEST_CHANGE * max(1.0, float(_norm(expected.unchanged[name])))
+        if float(_norm(change)) > bound:
+            reason = f"the change of {name} has norm {float(_norm(change)):.3g}, must be at most {bound:.3g}"
+            raise Rejected("norm", reason, client=client, tensor=name)
+    return {name: expected.unchanged[name] + change for name, change in state.items()}
+
+
+def _parts(message: Message, form: Form) -> Parts:
+    """Return the numbers in a payload of the right length."""
+    parts: Parts = []
+    at = 0
+    for name, entry in form.entries.items():
+        for section in entry.sections:
+            data = message.payload[at : at + section.bytes]
+            at += section.bytes
+            try:
+                parts.append(section.unpack(data))
+            except MalformedError as error:
+                raise Rejected("values", f"{name} {error}", client=message.client, tensor=name) from None
+    return parts
+
+
+def _grown(parts: Parts, form: Form) -> State:
+    state: State = {}
+    for name, own in form.split(parts).items():
+        entry = form.entries[name]
+        if isinstance(entry, Whole):
+            state[name] = entry.grow(own)
+        else:
+            state[name] = entry.grow([part[None] for part in own])[0]
     return state
 
 
-def _check_tensors(message: Message, expected: Expected) -> None:
-    """Refuse tensors whose names, dtypes or lengths differ from those of the expected state."""
-    transmitted = tensors_of(expected.lengths, expected.layouts, expected.codec)
-    for name in sorted(transmitted.keys() ^ message.tensors.keys()):
-        what = "missing" if name in transmitted else "not expected"
-        raise Rejected("names", f"tensor {name!r} is {what}", client=message.client, tensor=name)
-    for name, (dtype, length) in transmitted.items():
-        tensor = message.tensors[name]
-        if tensor.dtype != dtype:
-            reason = f"{name} is {tensor.dtype}, must be {dtype}"
-            raise Rejected("dtype", reason, client=message.client, tensor=name)
-        if tensor.shape != (length,):
-            reason = f"{name} has shape {tuple(tensor.shape)}, must be ({length},)"
-            raise Rejected("shape", reason, client=message.client, tensor=name)
+def _norm(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float64)
 
 
 def screen(state: State, layouts: Layouts, clients: Tensor) -> list[Rejected]:
