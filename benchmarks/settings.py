@@ -8,8 +8,10 @@ The checkpoints of finished runs are deleted. Restore the packed runs first, and
     python benchmarks/settings.py results/settings/study.toml
     python benchmarks/pack.py pack results/settings
 
-A study gives ``title``, ``text``, ``methods`` (a name and its settings), which of them
-trains ``alone`` and which are in the table at a ``glance``, and ``settings`` (``preset``, ``seeds``, ``set``).
+A study gives ``title``, ``text``, ``methods`` (a name and its settings, where ``{word}`` is a value of the setting),
+which of them trains ``alone`` and which are in the table at a ``glance``, and ``settings`` (``preset``, ``seeds``,
+``set``, and optionally ``values`` of words and ``only`` some of the methods). With ``tune``, rates are chosen first
+(:mod:`tuning`).
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 
 import matplotlib
 import torch
+import tuning
 from common import provenance, slug, write
 from matplotlib.figure import Figure
 from pack import PACKED
@@ -43,32 +46,32 @@ CODED = ", int8"
 ALL_COLORS = (*COLORS, "#7f5539", "#808080", "#b5bd00")
 
 
-def cells_of(study: Mapping[str, Any], only: Sequence[str], extra: Sequence[str]) -> dict[str, dict[str, list[Cell]]]:
-    """Return the runs of each method in each setting, a cell per seed."""
-    return {
-        setting: {
-            method: [
+def wanted(study: Mapping[str, Any], only: Sequence[str]) -> list[str]:
+    """Return the settings with one of the words in their name; all of them without words."""
+    return [setting for setting in study["settings"] if not only or any(word in setting for word in only)]
+
+
+def cells_of(
+    study: Mapping[str, Any], settings: Sequence[str], extra: Sequence[str], runs: Path
+) -> dict[str, dict[str, list[Cell]]]:
+    """Return the runs of each method in each setting, at the rates that the trials in ``runs`` chose."""
+    found: dict[str, dict[str, list[Cell]]] = {}
+    for setting in settings:
+        given, rates = study["settings"][setting], tuning.chosen(study, setting, runs, extra)
+        found[setting] = {}
+        for method, template in study["methods"].items():
+            if method not in given.get("only", study["methods"]):
+                continue
+            own = [one.format(**given.get("values", {})) for one in template]
+            values = ["checkpoint.every=50", "checkpoint.keep=1", *extra, *given["set"], *own, *rates.get(method, ())]
+            found[setting][method] = [
                 Cell(
                     f"{slug(setting)}_{slug(method)}_seed{seed}",
-                    load_config(
-                        given["preset"],
-                        [
-                            "checkpoint.every=50",
-                            "checkpoint.keep=1",
-                            *extra,
-                            *given["set"],
-                            *chosen,
-                            f"run.seed={seed}",
-                        ],
-                    ),
+                    load_config(given["preset"], [*values, f"run.seed={seed}"]),
                 )
                 for seed in range(given["seeds"])
             ]
-            for method, chosen in study["methods"].items()
-        }
-        for setting, given in study["settings"].items()
-        if not only or any(word in setting for word in only)
-    }
+    return found
 
 
 def shown(stat: Stat, scale: float = 100, decimals: int = 2) -> str:
@@ -166,26 +169,34 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="settings whose name has this word; repeatable")
     parser.add_argument("--set", action="append", default=[], dest="extra", help="a setting for all runs; repeatable")
     parser.add_argument("--no-run", action="store_true", help="only write the results of finished runs")
+    parser.add_argument("--no-page", action="store_true", help="only run")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
     out = options.out or options.study.parent
     if (out / PACKED).exists() and not (out / "runs").exists():
         raise SystemExit(f"{out / PACKED}: restore these runs first, python benchmarks/pack.py unpack FILE {out}/runs")
-    grid = cells_of(study, options.only, options.extra)
+    settings = wanted(study, options.only)
     if not options.no_run:
-        flat = [cell for methods in grid.values() for cells in methods.values() for cell in cells]
 
         def say(outcome: CellResult) -> None:
             print(outcome.cell.name, outcome.error or ("kept" if outcome.kept else "done"), flush=True)
             if outcome.error is None:
                 shutil.rmtree(outcome.path / "checkpoints", ignore_errors=True)  # a finished run needs none
 
-        run_cells(flat, out / "runs", options.data_root, on_start=lambda _: None, on_round=lambda _: None, on_end=say)
-    finished = finished_in(out / "runs", cells_of(study, [], options.extra))
+        def run(cells: Sequence[Cell]) -> None:
+            run_cells(cells, out / "runs", options.data_root, on_start=_quiet, on_round=_quiet, on_end=say)
+
+        run([cell for trial in tuning.all_trials(study, settings, options.extra) for cell in trial.cells])
+        grid = cells_of(study, settings, options.extra, out / "runs")
+        run([cell for methods in grid.values() for cells in methods.values() for cell in cells])
+    if options.no_page:
+        return
+    finished = finished_in(out / "runs", cells_of(study, list(study["settings"]), options.extra, out / "runs"))
     for setting, groups in finished.items():
         draw(groups, setting, out / f"{slug(setting)}.svg")
     made = provenance(0, torch.device("cpu"))
-    (out / "README.md").write_text("\n".join(page(study, finished, made["command"])))
+    rates = tuning.table(study, list(finished), out / "runs", options.extra) if "tune" in study else []
+    (out / "README.md").write_text("\n".join(page(study, finished, made["command"], rates)))
     keys = (*COLUMNS, "uplink_bytes", "downlink_bytes", "rounds")
     figures = {
         setting: {
@@ -199,6 +210,10 @@ def main() -> None:
     # The provenance of each run is stored with it; this is only the command that combined them.
     origin_of_page = {key: made[key] for key in ("command", "date")}
     write(out / "results.json", {"provenance": origin_of_page, "settings": figures})
+
+
+def _quiet(_: object) -> None:
+    """Show nothing."""
 
 
 def finished_in(folder: Path, grid: Mapping[str, Mapping[str, Sequence[Cell]]]) -> dict[str, dict[str, Group]]:
@@ -223,10 +238,14 @@ def origin(run: Run) -> str:
     return f"{run.texts.get('device', 'unknown')}, torch {run.versions.get('torch')}, commit {commit[:12]}"
 
 
-def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], command: str) -> list[str]:
+def page(
+    study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Group]], command: str, rates: Sequence[str]
+) -> list[str]:
     """Return the lines of the page of a study."""
     lines = [f"# {study['title']}", "", study["text"].strip(), ""]
     lines += [*glance(finished, study["glance"]), ""] if finished else []
+    if rates:
+        lines += ["## Rates", "", study["tuned"].strip(), "", *rates, ""]
     for setting, groups in finished.items():
         given, rounds = study["settings"][setting], next(iter(groups.values())).runs[0].rounds
         seeds, settings = given["seeds"], "".join(f", `{one}`" for one in given["set"])

@@ -226,14 +226,18 @@ class Simulation:
         known = self.broadcast.known
         sent, senders = only(updates.upload, turn, reported)
         mine = self.ranks.part({"mine": reported}, turn.clients.cpu())["mine"]
-        before = {name: value[mine.to(value.device)] for name, value in kept.items()}
+        all_report = bool(mine.all())
+        before = kept if all_report else {name: value[mine.to(value.device)] for name, value in kept.items()}
         uploads, after, far = self.uplink.transmit(sent, known, before, senders)
         finite = uploads is sent  # already checked with the clients' results
         passed, turn, refused = self._admitted(uploads, known, senders, far, finite)
         lost = ~torch.isin(senders.clients, turn.clients)
         after = self.uplink.returned(after, uploads, known, senders, lost)
-        for name, value in after.items():
-            kept[name][mine.to(value.device)] = value
+        if all_report:
+            kept = after
+        else:
+            for name, value in after.items():
+                kept[name][mine.to(value.device)] = value
         self.refused += refused
         self.ledger.rejected += len(refused)
         return passed, turn, kept

@@ -14,8 +14,11 @@ from tdpfed.engine.ranks import Ranks
 from tdpfed.errors import wrong
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.wire import Rejected, lossy
-from tdpfed.wire.channel import Channel, relative_norms
-from tdpfed.wire.validate import LARGEST_CHANGE
+from tdpfed.wire.channel import Channel
+from tdpfed.wire.forms import LARGEST_CHANGE
+
+TOO_FAR = "too far"
+"""The entry, beside those of the uploads, that says which changes are too large."""
 
 VALUES_AT_ONCE = 1 << 22
 """Values whose changes are compressed together on a CPU: few enough to stay in its caches."""
@@ -68,21 +71,18 @@ class Uplink:
         """Return uploads whose changes travel in a compressed form."""
         own = Turn(turn.seed, turn.round, self.ranks.own(turn.clients))
         mine, unchanged = self.ranks.part(uploads, turn.clients), self.unchanged(known, own)
-        seen = {name: torch.empty_like(value) for name, value in mine.items()}
-        after = {name: torch.empty_like(value) for name, value in kept.items()}
         send = self._graphed if own.clients.is_cuda else self._sent
-        for rows in self._slices(len(own.clients), own.clients.is_cuda):
-            some = ({name: value[rows] for name, value in state.items()} for state in (mine, unchanged, kept))
-            for whole, part in zip((seen, after), send(*some), strict=True):
-                for name, value in part.items():
-                    whole[name][rows] = value
-        seen = self.ranks.gather(seen, turn.clients)
+        slices = self._slices(len(own.clients), own.clients.is_cuda)
+        sent = [
+            send(*({name: value[rows] for name, value in state.items()} for state in (mine, unchanged, kept)))
+            for rows in slices
+        ]
+        seen, after, far = (_joined([parts[part] for parts in sent]) for part in range(3))
+        seen = self.ranks.gather(seen | far, turn.clients)
         refused = []
-        if self.attack is not None or any(not bool(value.isfinite().all()) for value in seen.values()):
-            far = relative_norms(seen, self.unchanged(known, turn)) > LARGEST_CHANGE
-            for client in turn.clients[far.to(turn.clients.device)].tolist():
-                reason = f"the norm of its change is over {LARGEST_CHANGE:g} times that of what it received"
-                refused.append(Rejected("norm", reason, client=client))
+        for client in turn.clients[seen.pop(TOO_FAR).to(turn.clients.device)].tolist():
+            reason = f"the norm of its change is not within {LARGEST_CHANGE:g} times that of what it received"
+            refused.append(Rejected("norm", reason, client=client))
         return seen, after, refused
 
     def returned(self, kept: State, seen: State, known: State, turn: Turn, lost: Tensor) -> State:
@@ -97,7 +97,7 @@ class Uplink:
 
     def _sent(self, uploads: State, unchanged: State, kept: State) -> tuple[State, ...]:
         sent = self.channel.send(uploads, unchanged, kept)
-        return sent.seen, sent.kept
+        return sent.seen, sent.kept, {TOO_FAR: sent.too_far}
 
     @cached_property
     def _graphed(self) -> Graphed:
@@ -106,3 +106,10 @@ class Uplink:
     def _slices(self, count: int, whole: bool) -> list[slice]:
         size = count if whole else max(1, VALUES_AT_ONCE // self.algorithm.layout.size)
         return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]
+
+
+def _joined(states: list[State]) -> State:
+    """Return the rows of several states in one."""
+    if len(states) == 1:
+        return states[0]
+    return {name: torch.cat([state[name] for state in states]) for name in states[0]}

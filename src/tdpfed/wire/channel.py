@@ -19,7 +19,17 @@ from tdpfed.core.state import WIRE, Entries, State, layouts_of, lengths_of
 from tdpfed.cp.plan import rank_for
 from tdpfed.errors import TDPFedError, wrong
 from tdpfed.wire.blocks import Parts, most_terms
-from tdpfed.wire.forms import ChangeForm, EntryForm, Form, TopK, all_values, as_matrix, rank_one_terms, start_vectors
+from tdpfed.wire.forms import (
+    ChangeForm,
+    EntryForm,
+    Form,
+    TopK,
+    all_values,
+    as_matrix,
+    rank_one_terms,
+    start_vectors,
+    too_large,
+)
 from tdpfed.wire.settings import DEFAULT_TERMS, Wire
 
 
@@ -30,6 +40,8 @@ class Sent:
     parts: Parts
     seen: State
     kept: State
+    too_far: Tensor
+    """Whether a client's change ``(K,)`` is larger than :data:`LARGEST_CHANGE` allows, or not finite."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class Channel:
         parts: Parts = []
         seen: State = {}
         after: State = {}
+        too_far = torch.zeros((), dtype=torch.bool, device=next(iter(uploads.values())).device)
         for name, form in self._forms().items():
             change = uploads[name] - unchanged[name]
             if self.wire.keeps_lost:
@@ -98,12 +111,13 @@ class Channel:
             found, vectors = form.shrink(change, vectors)
             parts += found
             grown = form.grow(found).to(change.dtype)
+            too_far = too_far | too_large(grown, unchanged[name])
             if self.wire.keeps_lost:
                 after[error_of(name)] = change.sub_(grown)
             if form.kept:
                 after[vectors_of(name)] = vectors
             seen[name] = grown.add_(unchanged[name])
-        return Sent(parts, seen, after)
+        return Sent(parts, seen, after, too_far)
 
     def returned(self, kept: State, seen: State, unchanged: State) -> State:
         """Return what clients keep, ``(K, n)`` each, whose uploads were lost: the lost changes are added to the error."""
@@ -174,13 +188,3 @@ def _check_compression(asked: float, shapes: list[tuple[int, ...]], layouts: Map
             "sent whole",
             field="wire.compression", value=asked,
         )  # fmt: skip
-
-
-def relative_norms(seen: State, unchanged: State) -> Tensor:
-    """Return the largest norm of the clients' changes ``(K,)`` over that of what they received, at least 1."""
-    ratios = [
-        torch.linalg.vector_norm(seen[n] - unchanged[n], dim=-1, dtype=torch.float64)
-        / torch.linalg.vector_norm(unchanged[n], dim=-1, dtype=torch.float64).clamp_min(1)
-        for n in seen
-    ]
-    return torch.stack(ratios).amax(0)

@@ -31,6 +31,10 @@ MOST_MODES = 5
 """Tensors of more modes are taken as matrices."""
 
 
+LARGEST_CHANGE = 1e4
+"""Largest norm of a change over that of the received entry, or over 1 if that is larger: far beyond any training."""
+
+
 class EntryForm(ABC):
     """How one entry travels."""
 
@@ -247,3 +251,9 @@ def _shapes(length: int, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
         return layout.shapes
     whole, rest = divmod(length, VALUES_PER_SCALE)
     return ((whole, VALUES_PER_SCALE),) * (whole > 0) + ((rest,),) * (rest > 0)
+
+
+def too_large(change: Tensor, unchanged: Tensor) -> Tensor:
+    """Return whether a change ``(..., n)`` is not finite or far larger than any training makes it."""
+    size, least = (torch.linalg.vector_norm(x, dim=-1) for x in (change, unchanged))
+    return ~(size <= LARGEST_CHANGE * least.clamp_min(1))

@@ -13,13 +13,10 @@ from torch import Tensor
 from tdpfed.core.state import State
 from tdpfed.wire.blocks import Parts
 from tdpfed.wire.codecs import Kind, Layouts, finite, first_not_finite, place
-from tdpfed.wire.forms import HEADER_BYTES, Form, Whole
+from tdpfed.wire.forms import HEADER_BYTES, LARGEST_CHANGE, Form, Whole, too_large
 from tdpfed.wire.message import Message
 from tdpfed.wire.packing import MalformedError
 from tdpfed.wire.rejected import Rejected, Rule
-
-LARGEST_CHANGE = 1e4
-"""Largest norm of a change over that of the received entry, or over 1 if that is larger: far beyond any training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +64,10 @@ def validate(message: Message, expected: Expected) -> State:
     if expected.unchanged is None:
         return state
     for name, change in state.items():
-        bound = LARGEST_CHANGE * max(1.0, float(_norm(expected.unchanged[name])))
-        if float(_norm(change)) > bound:
-            reason = f"the change of {name} has norm {float(_norm(change)):.3g}, must be at most {bound:.3g}"
+        if bool(too_large(change, expected.unchanged[name])):
+            reason = (
+                f"the norm of the change of {name} is not within {LARGEST_CHANGE:g} times that of what was received"
+            )
             raise Rejected("norm", reason, client=client, tensor=name)
     return {name: expected.unchanged[name] + change for name, change in state.items()}
 
@@ -98,10 +96,6 @@ def _grown(parts: Parts, form: Form) -> State:
         else:
             state[name] = entry.grow([part[None] for part in own])[0]
     return state
-
-
-def _norm(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
 
 
 def screen(state: State, layouts: Layouts, clients: Tensor) -> list[Rejected]:
