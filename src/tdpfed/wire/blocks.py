@@ -23,6 +23,10 @@ Parts = list[Tensor]
 """The numbers of each section, ``(K, length)``."""
 
 
+DEPENDENT = 1e-6
+"""Length of what is left of a row of length 1, beside the span of others, below which it counts as part of the span."""
+
+
 class Block(ABC):
     """How one parameter travels."""
 
@@ -98,19 +102,18 @@ class MatrixTerms(Block):
         matrix = self._short_first(x.unflatten(-1, (self.rows, self.columns)))
         basis = kept.unflatten(-1, (self.terms, -1))  # (K, R, m)
         for _ in range(self.sweeps):
-            ahead = _unit(basis @ matrix)
-            basis = _orthonormal(ahead @ matrix.mT, basis)
+            basis = _orthonormal(_unit(basis @ matrix) @ matrix.mT, basis)
         first = _rounded_direction(basis, self.codec)
         overlap, product = first @ first.mT, first @ matrix
-        sent: list[Tensor] = []  # vectors as the receiver sees them, (K, n) each
+        squares = overlap.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        squares = torch.where(squares > 0, squares, torch.inf)
+        sent = torch.empty_like(product)  # vectors as the receiver sees them
         parts: list[Parts] = []
         for r in range(self.terms):
-            vector = product[:, r]
-            if sent:
-                vector = vector - (overlap[:, r, None, :r] @ torch.stack(sent, 1)).squeeze(1)
-            square = overlap[:, r, r, None]
-            part, seen = _rounded(vector / torch.where(square > 0, square, torch.inf), self.codec)
-            sent.append(seen)
+            vector = product[:, r : r + 1]
+            if r:
+                vector = torch.baddbmm(vector, overlap[:, r : r + 1, :r], sent[:, :r], alpha=-1)
+            part, sent[:, r] = _rounded((vector / squares[:, r : r + 1]).squeeze(1), self.codec)
             parts.append(part)
         last = [torch.cat(column, -1) for column in zip(*parts, strict=True)]
         return [first.flatten(-2), *last], basis.flatten(-2)
@@ -243,15 +246,19 @@ def _unit(x: Tensor, otherwise: Tensor | None = None) -> Tensor:
 
 
 def _orthonormal(x: Tensor, otherwise: Tensor) -> Tensor:
-    """Return an orthonormal basis of the rows of ``x`` ``(K, R, m)`` by Gram-Schmidt, in their order."""
-    rows: list[Tensor] = []
+    """Return an orthonormal basis of the rows of ``x`` ``(K, R, m)`` by Gram-Schmidt, in their order.
+
+    A row that depends on earlier ones is replaced.
+    """
+    rows = _unit(x)
+    basis = rows.clone()
     for r in range(x.shape[1]):
-        row = _unit(x[:, r])
-        if rows:
-            known = torch.stack(rows, 1)
-            row = row - (row.unsqueeze(1) @ known.mT @ known).squeeze(1)
-        rows.append(_unit(row, otherwise[:, r]))
-    return torch.stack(rows, 1)
+        row, known = rows[:, r : r + 1], basis[:, :r]
+        if r:
+            row = torch.baddbmm(row, row @ known.mT, known, alpha=-1)
+        length = torch.linalg.vector_norm(row, dim=-1, keepdim=True)
+        basis[:, r : r + 1] = torch.where(length > DEPENDENT, row / length, otherwise[:, r : r + 1])
+    return basis
 
 
 def _contracted(x: Tensor, vectors: list[Tensor | None]) -> Tensor:
