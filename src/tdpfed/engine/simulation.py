@@ -79,7 +79,7 @@ class Simulation:
             federation = flip_labels(federation, hostile)
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
-        self.channel, self.downlink = (kind(self.algorithm, wire, seed) for kind in (Channel, Downlink))
+        self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
         server_step.check(self.algorithm)
         check_gauge(self.algorithm, rule)
@@ -195,9 +195,9 @@ class Simulation:
     @property
     def broadcast(self) -> Broadcast:
         """The server's message of the next round."""
-        if self._broadcast is None:
-            self._broadcast = self.downlink.send(self.server)
-        return self._broadcast
+        found = self.downlink.send(self.server) if self._broadcast is None else self._broadcast
+        self._broadcast = found
+        return found
 
     def _train(self, turn: Turn) -> Updates:
         """Run the turn's clients; the private state returned covers only the clients of this process."""

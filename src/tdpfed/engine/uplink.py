@@ -79,7 +79,8 @@ class Uplink:
         seen = self.ranks.gather(seen, turn.clients)
         refused = []
         if self.attack is not None or any(not bool(value.isfinite().all()) for value in seen.values()):
-            far = relative_norms(seen, self.unchanged(known, turn)) > LARGEST_CHANGE
+            norms = relative_norms(seen, self.unchanged(known, turn))
+            far = (norms > LARGEST_CHANGE) & norms.isfinite()  # the gate refuses what is not finite
             for client in turn.clients[far.to(turn.clients.device)].tolist():
                 reason = f"the norm of its change is over {LARGEST_CHANGE:g} times that of what it received"
                 refused.append(Rejected("norm", reason, client=client))

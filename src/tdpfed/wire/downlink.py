@@ -1,8 +1,8 @@
 """The path of the server's messages: its entries as they are, or rank-one terms of what changed since the last round.
 
 With terms the server keeps the entries that the clients know. Each round it sends terms of the difference to its own
-entries; what they leave out is part of the next difference, so nothing is lost. A client that missed rounds receives the
-terms of all of them, or the dense entries if these are shorter. Clients know the initial entries without a message.
+entries; what they leave out is part of the next difference, so nothing is lost. A client that missed rounds receives
+the terms of all of them, or the dense entries if these are shorter. Clients know the initial entries without a message.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ ROUNDS = f"{WIRE}down.rounds"
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A round's message: the numbers that travel, the server's entries as clients know them, the server's new memory."""
+    """A round's message: the numbers that travel, the entries as clients then know them, the server's new memory."""
 
     parts: Parts
     known: State

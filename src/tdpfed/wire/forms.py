@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from tdpfed.core.draws import Stream, key
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import Entries, State, layouts_of, lengths_of
-from tdpfed.wire.blocks import Block, Dense, Parts, dense_block, terms_block
-from tdpfed.wire.codecs import VALUES_PER_SCALE, Codec, grow, scales
+from tdpfed.errors import unknown
+from tdpfed.wire.blocks import LEAST_CLIENTS, Block, Dense, Parts, dense_block, terms_block
+from tdpfed.wire.codecs import DTYPES, VALUES_PER_SCALE, Codec, grow, scales
 from tdpfed.wire.packing import FLOATS, Section, total_bytes
 
 HEADER_BYTES = 48
@@ -100,6 +101,9 @@ class Blocks(ChangeForm):
 
     def shrink(self, x: Tensor, kept: Tensor) -> tuple[Parts, Tensor]:
         """Return the parts of all blocks."""
+        count = len(x)
+        if x.device.type == "cpu" and 0 < count < LEAST_CLIENTS:
+            x, kept = (rows[torch.arange(LEAST_CLIENTS) % count] for rows in (x, kept))
         parts: Parts = []
         next_kept: list[Tensor] = []
         starts = kept.split([block.kept for block in self.blocks], -1)
@@ -107,7 +111,7 @@ class Blocks(ChangeForm):
             found, new = block.shrink(values, start)
             parts += found
             next_kept.append(new)
-        return parts, torch.cat(next_kept, -1)
+        return [part[:count] for part in parts], torch.cat(next_kept, -1)[:count]
 
     def grow(self, parts: Parts) -> Tensor:
         """Return the values of all blocks."""
@@ -166,6 +170,8 @@ class Form:
     @classmethod
     def whole(cls, entries: Entries, codec: Codec = "float32") -> "Form":
         """Return the form of messages whose entries travel as they are."""
+        if codec not in DTYPES:
+            raise unknown("codec", codec, DTYPES)
         lengths, layouts = lengths_of(entries), layouts_of(entries)
         return cls("dense", codec, {n: Whole(lengths[n], layouts[n], codec) for n in lengths}, layouts)
 
@@ -173,11 +179,6 @@ class Form:
     def sections(self) -> tuple[Section, ...]:
         """The sections of the payload, in order."""
         return tuple(section for entry in self.entries.values() for section in entry.sections)
-
-    @cached_property
-    def bytes(self) -> int:
-        """The length of a message, header included."""
-        return HEADER_BYTES + total_bytes(self.sections)
 
     @cached_property
     def hash(self) -> bytes:
@@ -188,7 +189,7 @@ class Form:
         ]
         return hashlib.sha256(json.dumps([self.name, self.codec, told]).encode()).digest()[:8]
 
-    def split(self, parts: Parts) -> dict[str, Parts]:
+    def split(self, parts: Sequence[Tensor]) -> dict[str, Parts]:
         """Return the parts of each entry."""
         rest, found = list(parts), {}
         for name, entry in self.entries.items():
@@ -198,6 +199,11 @@ class Form:
     def grow(self, parts: Parts) -> State:
         """Return the values of every entry from the parts of all; with ``changes`` these are changes."""
         return {name: self.entries[name].grow(own) for name, own in self.split(parts).items()}
+
+    @cached_property
+    def bytes(self) -> int:
+        """The length of a message, header included."""
+        return HEADER_BYTES + total_bytes(self.sections)
 
 
 def dense_bytes(layout: Layout) -> int:

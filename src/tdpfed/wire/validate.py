@@ -101,7 +101,8 @@ def _grown(parts: Parts, form: Form) -> State:
 
 
 def _norm(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
 
 
 def screen(state: State, layouts: Layouts, clients: Tensor) -> list[Rejected]:
