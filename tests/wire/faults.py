@@ -1,26 +1,21 @@
 """Faults a message can have: each takes what a server is about to receive, and returns it spoilt in one way.
 
-With the spoilt message comes the set of rules that may refuse it. Draws come from hypothesis.
+With the spoilt message comes the set of rules that may refuse it. Draws come from hypothesis. A fault that a form
+cannot have returns None.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import forge
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tdpfed.core.layout import Layout
-from tdpfed.wire import Expected, decode, encode
+from tdpfed.wire import Expected
+from tdpfed.wire.packing import FLOATS, Section
 
-BYTES = {"size", "magic", "version", "header", "checksum", "payload", "dtype", "shape"}
-KINDS = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
+BYTES = {"size", "magic", "version", "header", "checksum"}
 
 
 @dataclass(frozen=True)
@@ -37,112 +32,146 @@ class Scene:
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Case = tuple[bytes, set[str]]
-Fault = Callable[[Draw, Scene], Case]
+Fault = Callable[[Draw, Scene], Case | None]
 
 
 def pick(draw: Draw, items: Sequence[Any]) -> Any:
     return items[draw(st.integers(0, len(items) - 1))]
 
 
-def tensors_in(message: bytes) -> list[tuple[str, Tensor]]:
-    return sorted(decode(message, len(message)).tensors.items())
+def _place(draw: Draw, scene: Scene, fits: Callable[[Section], bool]) -> tuple[Section, int] | None:
+    """Return a section of the form of this kind, and where it begins."""
+    found = [(section, at) for _, section, at in forge.sections(scene.want.form) if fits(section)]
+    return pick(draw, found) if found else None
 
 
-def shape(draw: Draw, scene: Scene) -> Case:
-    name, value = pick(draw, tensors_in(scene.good))
-    other = pick(draw, [value[:-1], value.repeat(2), torch.cat((value, value[:1])), value[None], value[:, None]])
-    return forge.with_tensors(scene.good, {name: other}), {"shape"}
+def _with_number(draw: Draw, scene: Scene, section: Section, at: int, value: float) -> bytes:
+    new = forge.number(section.format, value)
+    return forge.with_bytes(scene.good, at + len(new) * draw(st.integers(0, section.length - 1)), new)
 
 
-def dtype(draw: Draw, scene: Scene) -> Case:
-    name, value = pick(draw, tensors_in(scene.good))
-    other = pick(draw, [kind for kind in KINDS if kind != value.dtype])
-    return forge.with_tensors(scene.good, {name: value.to(other)}), {"dtype"}
+def _not_finite(draw: Draw, scene: Scene, values: Sequence[float]) -> Case | None:
+    """A number that is no scale, or a scale that makes one: a large one times a whole number."""
+    place = _place(draw, scene, lambda s: s.format in FLOATS and not s.scale)
+    if place is not None:
+        return _with_number(draw, scene, *place, pick(draw, values)), {"nan"}
+    place = _place(draw, scene, lambda s: s.scale)
+    assert place is not None
+    return _with_number(draw, scene, *place, 3.38e38), {"nan"}
 
 
-def _with_value(draw: Draw, scene: Scene, bad: float) -> Case:
-    name, value = pick(draw, [(name, value) for name, value in tensors_in(scene.good) if value.is_floating_point()])
-    spoilt = value.clone()
-    spoilt[pick(draw, range(len(value)))] = bad
-    return forge.with_tensors(scene.good, {name: spoilt}), {"nan"}
+def nan(draw: Draw, scene: Scene) -> Case | None:
+    return _not_finite(draw, scene, [math.nan])
 
 
-def nan(draw: Draw, scene: Scene) -> Case:
-    return _with_value(draw, scene, math.nan)
+def infinite(draw: Draw, scene: Scene) -> Case | None:
+    return _not_finite(draw, scene, [math.inf, -math.inf])
 
 
-def infinite(draw: Draw, scene: Scene) -> Case:
-    return _with_value(draw, scene, pick(draw, [math.inf, -math.inf]))
+def bad_scale(draw: Draw, scene: Scene) -> Case | None:
+    place = _place(draw, scene, lambda s: s.scale)
+    if place is None:
+        return None
+    return _with_number(draw, scene, *place, pick(draw, [math.nan, math.inf, -math.inf, -1.0, -0.0])), {"values"}
+
+
+def out_of_range(draw: Draw, scene: Scene) -> Case | None:
+    """A whole number that no sender makes: -128 of 8 bits, -8 of 4 bits."""
+    place = _place(draw, scene, lambda s: s.format in ("int8", "int4"))
+    if place is None:
+        return None
+    section, at = place
+    where = draw(st.integers(0, section.length - 1))
+    if section.format == "int8":
+        return forge.with_bytes(scene.good, at + where, b"\x80"), {"values"}
+    before = forge.parts(scene.good)[1][at + where // 2]
+    new = (before & 0xF0) | 0x08 if where % 2 == 0 else (before & 0x0F) | 0x80
+    return forge.with_bytes(scene.good, at + where // 2, bytes([new])), {"values"}
+
+
+def padding(draw: Draw, scene: Scene) -> Case | None:
+    """A number where the last of an odd count of nibbles ends."""
+    place = _place(draw, scene, lambda s: s.format == "int4" and s.length % 2 == 1)
+    if place is None:
+        return None
+    section, at = place
+    last = at + section.bytes - 1
+    new = forge.parts(scene.good)[1][last] | draw(st.integers(1, 15)) << 4
+    return forge.with_bytes(scene.good, last, bytes([new])), {"values"}
+
+
+def positions(draw: Draw, scene: Scene) -> Case | None:
+    """A bit more or less among the positions, or all of one value: too many, too few, or not ascending."""
+    place = _place(draw, scene, lambda s: s.format == "positions")
+    if place is None:
+        return None
+    section, at = place
+    own = bytearray(forge.parts(scene.good)[1][at : at + section.bytes])
+    cut = (section.length * int(math.log2(section.below / section.length)) + 7) // 8  # the high bits begin here
+    match pick(draw, ["flip", "ones", "zeros"]):
+        case "flip":
+            bit = draw(st.integers(8 * cut, 8 * len(own) - 1))
+            own[bit // 8] ^= 0x80 >> bit % 8
+        case "ones":
+            own[:] = b"\xff" * len(own)
+        case _:
+            own[:] = bytes(len(own))
+    return forge.with_bytes(scene.good, at, bytes(own)), {"values"}
+
+
+def huge(draw: Draw, scene: Scene) -> Case | None:
+    """A change that is finite and much larger than any training makes."""
+    if scene.want.unchanged is None:
+        return None
+    place = _place(draw, scene, lambda s: s.scale or s.format in ("float32", "bfloat16"))
+    if place is not None:
+        return _with_number(draw, scene, *place, pick(draw, [1e20, 1e25])), {"norm"}
+    of_16_bits = [(section, at) for _, section, at in forge.sections(scene.want.form) if section.format == "float16"]
+    section, at = of_16_bits[0]  # no such number reaches so far alone
+    return forge.with_bytes(scene.good, at, forge.number("float16", 6e4) * section.length), {"norm"}
 
 
 def oversize(draw: Draw, scene: Scene) -> Case:
-    """More bytes after the end, or a whole message with more values."""
-    room = scene.limit - len(scene.good) + 1 + draw(st.integers(0, 500))
+    """More bytes after the end, signed or not."""
+    more = bytes(scene.limit - len(scene.good) + 1 + draw(st.integers(0, 500)))
     if draw(st.booleans()):
-        return scene.good + bytes(room), {"size"}
-    return forge.with_tensors(scene.good, {"more": torch.zeros(room)}), {"size"}
+        return scene.good + more, {"size"}
+    return forge.with_payload(scene.good, forge.parts(scene.good)[1] + more), {"size"}
+
+
+def payload_length(draw: Draw, scene: Scene) -> Case:
+    """A payload that is longer or shorter than its form, under a right checksum."""
+    payload = forge.parts(scene.good)[1]
+    if draw(st.booleans()):
+        return forge.with_payload(scene.good, payload + draw(st.binary(min_size=1, max_size=60))), {"payload"}
+    return forge.with_payload(scene.good, payload[: draw(st.integers(0, len(payload) - 1))]), {"payload"}
 
 
 def duplicate(draw: Draw, scene: Scene) -> Case:
     """The accepted message again, or another one in the same name."""
     first = pick(draw, scene.replays)
-    other = forge.with_tensors(first, {name: -value for name, value in tensors_in(first)})
+    other = forge.with_payload(first, forge.parts(scene.good)[1])
     return pick(draw, [first, other]), {"duplicate"}
 
 
 def unknown(draw: Draw, scene: Scene) -> Case:
     known: Any = scene.want.clients
-    client = draw(st.integers(0, 2**63 - 1).filter(lambda k: k not in known))
+    client = draw(st.integers(0, 2**32 - 1).filter(lambda k: k not in known))
     return forge.with_header(scene.good, client=client), {"client"}
-
-
-def missing(draw: Draw, scene: Scene) -> Case:
-    return forge.with_tensors(scene.good, {pick(draw, tensors_in(scene.good))[0]: None}), {"names"}
-
-
-def other_name(draw: Draw, scene: Scene) -> Case:
-    """One tensor too many, or one under another name."""
-    name, value = pick(draw, tensors_in(scene.good))
-    extra = "+" + draw(st.text(st.characters(codec="utf-8"), max_size=20))
-    changes: dict[str, Tensor | None] = {name: None} if draw(st.booleans()) else {}
-    return forge.with_tensors(scene.good, changes | {extra: value.clone()}), {"names"}
 
 
 def stale(draw: Draw, scene: Scene) -> Case:
     """Of the round before, or of any other."""
     now = scene.want.round
-    other = draw(st.one_of(st.just(now - 1), st.integers(0, 2**63 - 1).filter(lambda number: number != now)))
+    other = draw(st.one_of(st.just(now - 1), st.integers(0, 2**32 - 1).filter(lambda number: number != now)))
     return forge.with_header(scene.good, round=other), {"round"}
 
 
-def _foreign(draw: Draw, scene: Scene) -> tuple[bytes, bool]:
-    """Return a message of a client with another layout, and whether the layout is as long as the right one."""
-    header, _ = forge.parts(scene.good)
-    layouts = dict(scene.want.layouts)
-    entry = next(name for name, layout in layouts.items() if layout is not None)
-    right = layouts[entry]
-    assert right is not None
-    shapes = dict(zip(right.names, right.shapes, strict=True))
-    name = pick(draw, [name for name, shape in shapes.items() if len(shape) == 2])
-    rows, rank = shapes.pop(name)
-    same = draw(st.booleans())
-    new = (f"{name}x", (rows, rank)) if same else (name, (rows, rank + draw(st.integers(1 - rank, 3).filter(bool))))
-    layouts[entry] = Layout.of({**shapes, new[0]: new[1]})
-    state = {key: torch.ones(layout.size if layout else scene.want.lengths[key]) for key, layout in layouts.items()}
-    fields = {key: header[key] for key in ("kind", "client", "samples", "codec")}
-    return encode(state, layouts, round_=header["round"], seed=0, **fields), same
-
-
-def wrong_rank(draw: Draw, scene: Scene) -> Case:
-    """A sender with factors of another rank, or of the same under another name."""
-    return _foreign(draw, scene)[0], {"layout"}
-
-
-def lying_rank(draw: Draw, scene: Scene) -> Case:
-    """The same, under the layout hash that is expected wherever the length gives it away."""
-    data, same = _foreign(draw, scene)
-    lied = forge.with_header(data, layout=forge.parts(scene.good)[0]["layout"])
-    return (data, {"layout"}) if same else (lied, {"shape"})
+def other_layout(draw: Draw, scene: Scene) -> Case:
+    """A sender with another model, other terms or another share."""
+    right = scene.want.form.hash
+    other = draw(st.binary(min_size=8, max_size=8).filter(lambda value: value != right))
+    return forge.with_header(scene.good, hash=other), {"layout"}
 
 
 def weight(draw: Draw, scene: Scene) -> Case:
@@ -152,38 +181,28 @@ def weight(draw: Draw, scene: Scene) -> Case:
 
 
 def other_codec(draw: Draw, scene: Scene) -> Case:
-    other = pick(draw, [name for name in forge.CODECS if name != scene.want.codec])
-    return forge.with_header(scene.good, codec=other), {"codec"}
+    mine = forge.ALL_CODECS.index(scene.want.form.codec)
+    return forge.with_header(scene.good, codec=pick(draw, [n for n in range(5) if n != mine])), {"codec"}
+
+
+def other_form(draw: Draw, scene: Scene) -> Case:
+    mine = forge.FORMS.index(scene.want.form.name)
+    return forge.with_header(scene.good, form=pick(draw, [n for n in range(4) if n != mine])), {"form"}
 
 
 def other_kind(draw: Draw, scene: Scene) -> Case:
-    return forge.with_header(scene.good, kind="down"), {"kind"}
-
-
-JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(max_value=-1), st.integers(min_value=2**63), st.floats(),
-    st.text(max_size=8).map("?".__add__), st.lists(st.integers(), max_size=3),
-    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
-)  # fmt: skip
+    return forge.with_header(scene.good, kind=0), {"kind"}
 
 
 def header_value(draw: Draw, scene: Scene) -> Case:
-    header, payload = forge.parts(scene.good)
-    return forge.framed(header | {pick(draw, sorted(header)): draw(JUNK)}, payload), {"header"}
+    """A code that means nothing, or a number of samples that no counter holds."""
+    field, least = pick(draw, [("kind", 2), ("form", 4), ("codec", 5), ("samples", 2**63)])
+    most = 2**64 - 1 if field == "samples" else 255
+    return forge.with_header(scene.good, **{field: draw(st.integers(least, most))}), {"header"}
 
 
-def header_fields(draw: Draw, scene: Scene) -> Case:
-    header, payload = forge.parts(scene.good)
-    if draw(st.booleans()):
-        header["+" + draw(st.text(max_size=5))] = 1
-    else:
-        del header[pick(draw, sorted(header))]
-    return forge.framed(header, payload), {"header"}
-
-
-def header_bytes(draw: Draw, scene: Scene) -> Case:
-    raw = draw(st.one_of(st.binary(max_size=40), JUNK.map(lambda value: json.dumps(value).encode())))
-    return forge.framed(raw, forge.parts(scene.good)[1]), {"header"}
+def short(draw: Draw, scene: Scene) -> Case:
+    return scene.good[: draw(st.integers(5, forge.HEADER_BYTES - 1))], {"header"}
 
 
 def magic(draw: Draw, scene: Scene) -> Case:
@@ -196,63 +215,36 @@ def version(draw: Draw, scene: Scene) -> Case:
     return scene.good[:4] + bytes([other]) + scene.good[5:], {"version"}
 
 
-def header_length(draw: Draw, scene: Scene) -> Case:
-    right = int.from_bytes(scene.good[5:9], "little")
-    length = (right + draw(st.integers(1, 2**32 - 1))) % 2**32
-    return scene.good[:5] + length.to_bytes(4, "little") + scene.good[9:], {"header"}
-
-
 def flipped_bit(draw: Draw, scene: Scene) -> Case:
-    """A bit of the payload that is not what was sent."""
-    start = len(scene.good) - len(forge.parts(scene.good)[1])
+    """A bit of header or payload that is not what was sent."""
     spoilt = bytearray(scene.good)
-    spoilt[draw(st.integers(start, len(spoilt) - 1))] ^= 1 << draw(st.integers(0, 7))
+    spoilt[draw(st.integers(5, len(spoilt) - 1))] ^= 1 << draw(st.integers(0, 7))
     return bytes(spoilt), {"checksum"}
+
+
+def cut(draw: Draw, scene: Scene) -> Case:
+    return scene.good[: draw(st.integers(forge.HEADER_BYTES, len(scene.good) - 1))], {"checksum"}
 
 
 def random_bytes(draw: Draw, scene: Scene) -> Case:
     good = scene.good
-    start = pick(draw, [b"", b"TDPF", b"TDPF\x01", good[:9], good[: -draw(st.integers(9, 300))]])
+    start = pick(draw, [b"", b"TDPF", b"TDPF\x02", good[:9], good[: -draw(st.integers(9, 30))]])
     return start + draw(st.binary(max_size=60)), BYTES
 
 
-def payload_entries(draw: Draw, scene: Scene) -> Case:
-    """A payload that lies about itself, under a right checksum."""
-    number = st.one_of(st.integers(-1, 90), st.sampled_from([2**32, 2**63 - 1, 2**63, 2**64, 10**30]), JUNK)
-    kinds = st.sampled_from(["F32", "I8", "BF16", "F64", "F4", "X", "", None])
-    entry = st.fixed_dictionaries(
-        {"dtype": kinds, "shape": st.lists(number, max_size=2), "data_offsets": st.lists(number, max_size=3)}
-    )
-    names = st.sampled_from(["factors", "w", "w/scale", "__metadata__", "\ud800"])
-    entries = draw(st.dictionaries(names, st.one_of(entry, JUNK), max_size=3))
-    data = forge.with_payload(scene.good, entries, draw(st.binary(max_size=90)))
-    return data, {"payload", "dtype", "shape", "names"}
-
-
-def payload_places(draw: Draw, scene: Scene) -> Case:
-    """The honest payload with a tensor's place or length off by a little, or with more or less behind it."""
-    payload = forge.parts(scene.good)[1]
-    start = 8 + int.from_bytes(payload[:8], "little")
-    entries, body = json.loads(payload[8:start]), payload[start:]
-    entry, off = entries[pick(draw, sorted(entries))], draw(st.integers(-8, 8).filter(bool))
-    match pick(draw, ["begin", "end", "shape", "body"]):
-        case "begin":
-            entry["data_offsets"][0] += off
-        case "end":
-            entry["data_offsets"][1] += off
-        case "shape":
-            entry["shape"][0] += off
-        case _:
-            body = body[:off] if off < 0 else body + bytes(off)
-    return forge.with_payload(scene.good, entries, body), {"payload", "shape"}
-
-
-def payload_bytes(draw: Draw, scene: Scene) -> Case:
-    return forge.signed(forge.parts(scene.good)[0], draw(st.binary(max_size=60))), {"payload", "names"}
-
-
 FAULTS: list[Fault] = [
-    shape, dtype, nan, infinite, oversize, duplicate, unknown, missing, other_name, stale, wrong_rank, lying_rank,
-    weight, other_codec, other_kind, magic, version, header_value, header_fields, header_bytes,
-    header_length, flipped_bit, random_bytes, payload_entries, payload_places, payload_bytes,
+    nan, infinite, bad_scale, out_of_range, padding, positions, huge, oversize, payload_length, duplicate, unknown,
+    stale, other_layout, weight, other_codec, other_form, other_kind, header_value, short, magic, version, flipped_bit,
+    cut, random_bytes,
 ]  # fmt: skip
+
+
+def rules_of(want: Expected) -> set[str]:
+    """Return the rules that the faults of a form can violate."""
+    changes, every = want.unchanged is not None, forge.sections(want.form)
+    crooked = any(section.scale or section.format not in FLOATS for _, section, _ in every)
+    always = {
+        "size", "magic", "version", "header", "checksum", "kind", "client", "duplicate", "round", "weight", "codec",
+        "form", "layout", "payload", "nan",
+    }  # fmt: skip
+    return always | ({"norm"} if changes else set()) | ({"values"} if crooked else set())

@@ -67,9 +67,9 @@ def simulate(
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
-    ``wire`` chooses what of the uploads travels. The model's parameters are the common starting point. ``seed`` determines all random draws. With many clients,
-    accuracy can be measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not
-    fit.
+    ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average. The model's
+    parameters are the common starting point. ``seed`` determines all random draws. With many clients, accuracy can be
+    measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not fit.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,

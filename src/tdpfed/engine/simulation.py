@@ -23,7 +23,7 @@ from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.recorder import Recorder
 from tdpfed.engine.runners import Runner, RunnerName, Updates
 from tdpfed.engine.store import Place, Store
-from tdpfed.engine.uplink import Uplink
+from tdpfed.engine.uplink import Down, Uplink
 from tdpfed.errors import TDPFedError
 from tdpfed.server.gate import accepted, check_gauge
 from tdpfed.server.participation import Participation
@@ -79,8 +79,9 @@ class Simulation:
             federation = flip_labels(federation, hostile)
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
-        self.channel, self.downlink = (kind(self.algorithm, wire, seed) for kind in (Channel, Downlink))
+        self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
+        self._down = Down(self.downlink)
         server_step.check(self.algorithm)
         check_gauge(self.algorithm, rule)
         if diagnostics is not None:
@@ -195,9 +196,9 @@ class Simulation:
     @property
     def broadcast(self) -> Broadcast:
         """The server's message of the next round."""
-        if self._broadcast is None:
-            self._broadcast = self.downlink.send(self.server)
-        return self._broadcast
+        found = self.downlink.send(self.server) if self._broadcast is None else self._broadcast
+        self._broadcast = found
+        return found
 
     def _train(self, turn: Turn) -> Updates:
         """Run the turn's clients; the private state returned covers only the clients of this process."""
@@ -229,7 +230,7 @@ class Simulation:
         all_report = bool(mine.all())
         before = kept if all_report else {name: value[mine.to(value.device)] for name, value in kept.items()}
         uploads, after, far = self.uplink.transmit(sent, known, before, senders)
-        finite = uploads is sent  # already checked with the clients' results
+        finite = uploads is sent or self.channel.changes  # already checked
         passed, turn, refused = self._admitted(uploads, known, senders, far, finite)
         lost = ~torch.isin(senders.clients, turn.clients)
         after = self.uplink.returned(after, uploads, known, senders, lost)

@@ -1,6 +1,6 @@
 """The path of simulated uploads to the server: attacks by hostile clients, and the form in which uploads travel."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -11,10 +11,13 @@ from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine import attacks
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.runners import as_state
 from tdpfed.errors import wrong
 from tdpfed.fast.cuda_graphs import Graphed
-from tdpfed.wire import Rejected, lossy
+from tdpfed.fast.gpu import side_by_side
+from tdpfed.wire import Rejected, lossy, screen
 from tdpfed.wire.channel import Channel
+from tdpfed.wire.downlink import ROUNDS, Broadcast, Downlink
 from tdpfed.wire.forms import LARGEST_CHANGE
 
 TOO_FAR = "too far"
@@ -70,20 +73,30 @@ class Uplink:
     def _compressed(self, uploads: State, known: State, kept: State, turn: Turn) -> tuple[State, State, list[Rejected]]:
         """Return uploads whose changes travel in a compressed form."""
         own = Turn(turn.seed, turn.round, self.ranks.own(turn.clients))
-        mine, unchanged = self.ranks.part(uploads, turn.clients), self.unchanged(known, own)
+        mine = self.ranks.part(uploads, turn.clients)
         send = self._graphed if own.clients.is_cuda else self._sent
-        slices = self._slices(len(own.clients), own.clients.is_cuda)
         sent = [
-            send(*({name: value[rows] for name, value in state.items()} for state in (mine, unchanged, kept)))
-            for rows in slices
+            send(
+                {name: value[rows] for name, value in mine.items()},
+                {name: value[rows] for name, value in kept.items()},
+                known,
+                as_state(replace(own, clients=own.clients[rows])),
+            )
+            for rows in self._slices(len(own.clients), own.clients.is_cuda)
         ]
         seen, after, far = (_joined([parts[part] for parts in sent]) for part in range(3))
         seen = self.ranks.gather(seen | far, turn.clients)
-        refused = []
-        for client in turn.clients[seen.pop(TOO_FAR).to(turn.clients.device)].tolist():
-            reason = f"the norm of its change is not within {LARGEST_CHANGE:g} times that of what it received"
-            refused.append(Rejected("norm", reason, client=client))
-        return seen, after, refused
+        return seen, after, self._refused(seen, turn, seen.pop(TOO_FAR))
+
+    def _refused(self, seen: State, turn: Turn, far: Tensor) -> list[Rejected]:
+        """Return refusals of the uploads in the mask ``(S,)``, which are not finite or too large."""
+        if not bool(far.any()):
+            return []
+        clients = turn.clients[far.to(turn.clients.device)]
+        rows = {name: value[far] for name, value in seen.items()}
+        refused = {refusal.client: refusal for refusal in screen(rows, self.channel.form.layouts, clients)}
+        reason = f"the norm of its change is over {LARGEST_CHANGE:g} times that of what it received"
+        return [refused.get(client) or Rejected("norm", reason, client=client) for client in clients.tolist()]
 
     def returned(self, kept: State, seen: State, known: State, turn: Turn, lost: Tensor) -> State:
         """Return the kept rows of this process's clients after the uploads in the mask ``(S,)`` were refused."""
@@ -95,8 +108,8 @@ class Uplink:
         restored = self.channel.returned(kept, mine, self.unchanged(known, own))
         return {name: torch.where(gone[:, None], restored[name], value) for name, value in kept.items()}
 
-    def _sent(self, uploads: State, unchanged: State, kept: State) -> tuple[State, ...]:
-        sent = self.channel.send(uploads, unchanged, kept)
+    def _sent(self, uploads: State, kept: State, known: State, place: State) -> tuple[State, ...]:
+        sent = self.channel.send(uploads, self.unchanged(known, Turn(**place)), kept, side_by_side)
         return sent.seen, sent.kept, {TOO_FAR: sent.too_far}
 
     @cached_property
@@ -113,3 +126,23 @@ def _joined(states: list[State]) -> State:
     if len(states) == 1:
         return states[0]
     return {name: torch.cat([state[name] for state in states]) for name in states[0]}
+
+
+class Down:
+    """The server's messages of one simulation."""
+
+    def __init__(self, downlink: Downlink) -> None:
+        self.downlink = downlink
+        self._graphed = Graphed(self._sent)
+
+    def broadcast(self, server: State) -> Broadcast:
+        """Return the message of the next round, without the numbers that travel; on a GPU as one CUDA graph."""
+        on_gpu = any(value.is_cuda for value in server.values())
+        if not on_gpu or not self.downlink.changes:
+            return self.downlink.send(server, side_by_side)
+        known, memory = self._graphed({name: value for name, value in server.items() if value.is_cuda})
+        return Broadcast([], known, memory | {ROUNDS: server[ROUNDS]})
+
+    def _sent(self, server: State) -> tuple[State, ...]:
+        sent = self.downlink.send(server | {ROUNDS: torch.zeros(0)}, side_by_side)
+        return sent.known, {name: value for name, value in sent.memory.items() if name != ROUNDS}

@@ -1,8 +1,8 @@
 """The server's step: how the clients' average changes the global model (Reddi et al., 2021).
 
-The change from the server's state to the average is a pseudo-gradient for an optimizer: SGD with momentum (FedAvgM), Adam
-(FedAdam) or Yogi (FedYogi). At rate 1 without momentum SGD is plain averaging, to the bit. The optimizer's moments are
-entries of the server's state, under names of their own.
+The change from the server's state to the average is a pseudo-gradient for an optimizer: SGD with momentum (FedAvgM),
+Adam (FedAdam) or Yogi (FedYogi). At rate 1 without momentum SGD is plain averaging, to the bit. The optimizer's moments
+are entries of the server's state, under names of their own.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What travels between server and clients: forms of uploads, number formats, messages as bytes, and their validation."""
+"""What travels between server and clients: forms of uploads, number formats, messages, and their validation."""
 
 from tdpfed.wire.codecs import Codec, Kind, Layouts, lossy
 from tdpfed.wire.forms import Form

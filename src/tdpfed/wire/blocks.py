@@ -12,7 +12,7 @@ import math
 import string
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from tdpfed.wire.packing import FLOATS, LEVELS, Section, quantized, total_bytes
 
 Parts = list[Tensor]
 """The numbers of each section, ``(K, length)``."""
+
+LEAST_CLIENTS = 3
+"""Products of fewer clients use other kernels on a CPU, whose last bits differ: fewer are padded with copies."""
 
 
 DEPENDENT = 1e-6
@@ -61,7 +64,7 @@ class Dense(Block):
     def shrink(self, x: Tensor, kept: Tensor) -> tuple[Parts, Tensor]:
         """Round every value to the nearest that the codec holds."""
         if self.codec in FLOATS:
-            return [x.to(FLOATS[self.codec])], kept
+            return [_saturated(x, self.codec)], kept
         whole, scale = quantized(x.unflatten(-1, (self.rows, self.columns)), LEVELS[self.codec])
         return [whole.flatten(-2), scale.flatten(-2)], kept
 
@@ -69,7 +72,7 @@ class Dense(Block):
         """Multiply numbers and scales."""
         if self.codec in FLOATS:
             return parts[0].float()
-        whole = parts[0].float().unflatten(-1, (self.rows, self.columns))
+        whole: Tensor = parts[0].float().unflatten(-1, (self.rows, self.columns))
         return (whole * parts[1].float().unsqueeze(-1)).flatten(-2)
 
 
@@ -169,7 +172,7 @@ class TensorTerms(Block):
                     vectors[mode] = _unit(_contracted(left, others), vectors[mode])
             found.append(torch.cat(vectors[:-1], -1))
             first = [_rounded_direction(vector, self.codec) for vector in vectors[:-1]]
-            square = math.prod(vector.square().sum(-1, keepdim=True) for vector in first)
+            square = reduce(torch.mul, [vector.square().sum(-1, keepdim=True) for vector in first])
             fitted = _contracted(left, [*first, None]) / torch.where(square > 0, square, torch.inf)
             part, seen = _rounded(fitted, self.codec)
             left = left - _outer([*first, seen])
@@ -220,20 +223,28 @@ def _sections(codec: str, terms: int, sizes: tuple[int, ...]) -> tuple[Section, 
 def _rounded(vector: Tensor, codec: str) -> tuple[Parts, Tensor]:
     """Return what is sent of vectors ``(K, n)``, and what the receiver sees."""
     if codec in FLOATS:
-        sent = vector.to(FLOATS[codec])
-        return [sent], sent.float()
+        sent = _saturated(vector, codec)
+        return [sent], sent.to(vector.dtype)
     whole, scale = quantized(vector, LEVELS[codec])
     return [whole, scale], whole * scale
 
 
 def _rounded_direction(vector: Tensor, codec: str) -> Tensor:
     """Return vectors ``(..., n)`` rounded; only their direction matters, so no scale is sent."""
-    return vector.to(FLOATS[codec]).float() if codec in FLOATS else quantized(vector, LEVELS[codec])[0]
+    return vector.to(FLOATS[codec]).to(vector.dtype) if codec in FLOATS else quantized(vector, LEVELS[codec])[0]
+
+
+def _saturated(x: Tensor, codec: str) -> Tensor:
+    """Return values in a floating-point format; a finite one beyond its range becomes its largest."""
+    most = torch.finfo(FLOATS[codec]).max
+    if most < torch.finfo(x.dtype).max:
+        x = torch.where(x.isfinite(), x.clamp(-most, most), x)
+    return x.to(FLOATS[codec])
 
 
 def _scaled(parts: Parts, terms: int) -> Tensor:
     """Return the fitted vectors ``(K, R, n)`` as the receiver sees them."""
-    vectors = parts[0].float().unflatten(-1, (terms, -1))
+    vectors: Tensor = parts[0].float().unflatten(-1, (terms, -1))
     return vectors * parts[1].float().unsqueeze(-1) if len(parts) > 1 else vectors
 
 
@@ -275,6 +286,8 @@ def _contracted(x: Tensor, vectors: list[Tensor | None]) -> Tensor:
 
 
 def _outer(vectors: Parts) -> Tensor:
-    """Return the outer product ``(K, I_1, ..., I_N)`` of vectors ``(K, I_n)``."""
-    letters = string.ascii_lowercase[: len(vectors)]
-    return torch.einsum(",".join(f"z{letter}" for letter in letters) + f"->z{letters}", *vectors)
+    """Return the outer product ``(K, I_1, ..., I_N)`` of vectors ``(K, I_n)``, multiplied in this order everywhere."""
+    product = vectors[0]
+    for vector in vectors[1:]:
+        product = product.unsqueeze(-1) * vector.reshape(len(vector), *(1,) * (product.ndim - 1), -1)
+    return product

@@ -1,8 +1,9 @@
 """The path of a method's uploads: their form, and what clients keep because of it.
 
-Where uploads are changes, a client keeps beside the method's own private state what its last upload lost (``error``) and
-the vectors with which the next power steps start (``vectors``), for each uploaded entry. If an upload does not reach
-the server, or is refused there, its content counts as lost: it is added to the error and sent with the next change.
+Where uploads are changes, a client keeps beside the method's own private state what its last upload lost (``error``)
+and the vectors with which the next power steps start (``vectors``), for each uploaded entry. If an upload does not
+reach the server, or is refused there, its content counts as lost: it is added to the error and sent with the next
+change.
 """
 
 import math
@@ -23,6 +24,7 @@ from tdpfed.wire.forms import (
     ChangeForm,
     EntryForm,
     Form,
+    SideBySide,
     TopK,
     all_values,
     as_matrix,
@@ -65,6 +67,8 @@ class Channel:
         """The form of an upload."""
         algorithm, wire = self.algorithm, self.wire
         up, codec = algorithm.up(), wire.number_format
+        if not algorithm.communicates:
+            return Form.whole(up)
         if not wire.sends_changes:
             return Form.whole(up, codec)
         if algorithm.shared_seed:
@@ -77,8 +81,8 @@ class Channel:
         elif wire.update == "factors":
             if algorithm.plan is not None:
                 raise wrong(
-                    "wire.update", "factors", f"'dense' or 'top-k': uploads of {algorithm.name!r} are CP factors already; "
-                    "their change travels in few bytes with wire.codec 'int8' or 'int4' and wire.feedback = true",
+                    "wire.update", "factors", f"'dense' or 'top-k': uploads of {algorithm.name!r} are CP factors "
+                    "already; their change is small with wire.codec 'int8' or 'int4' and wire.feedback = true",
                 )  # fmt: skip
             return factored_form(wire, up)
         else:
@@ -97,8 +101,8 @@ class Channel:
                 found[vectors_of(name)] = start_vectors(form, name, self.seed, like)
         return found
 
-    def send(self, uploads: State, unchanged: State, kept: State) -> Sent:
-        """Return uploads ``(K, n)`` on their way; ``unchanged`` ``(K, n)`` are those of clients that changed nothing."""
+    def send(self, uploads: State, unchanged: State, kept: State, side_by_side: SideBySide | None = None) -> Sent:
+        """Return uploads ``(K, n)`` on their way; ``unchanged`` are those of clients that changed nothing."""
         parts: Parts = []
         seen: State = {}
         after: State = {}
@@ -108,7 +112,7 @@ class Channel:
             if self.wire.keeps_lost:
                 change += kept[error_of(name)]
             vectors = kept.get(vectors_of(name), change[:, :0])
-            found, vectors = form.shrink(change, vectors)
+            found, vectors = form.shrink(change, vectors, side_by_side)
             parts += found
             grown = form.grow(found).to(change.dtype)
             too_far = too_far | too_large(grown, unchanged[name])
@@ -120,7 +124,7 @@ class Channel:
         return Sent(parts, seen, after, too_far)
 
     def returned(self, kept: State, seen: State, unchanged: State) -> State:
-        """Return what clients keep, ``(K, n)`` each, whose uploads were lost: the lost changes are added to the error."""
+        """Return what clients keep whose uploads ``(K, n)`` were lost: the lost changes are added to the error."""
         if not self.wire.keeps_lost:
             return kept
         return kept | {error_of(n): kept[error_of(n)] + (seen[n] - unchanged[n]) for n in self._forms()}
@@ -184,7 +188,7 @@ def _check_compression(asked: float, shapes: list[tuple[int, ...]], layouts: Map
     least = total - sum(map(math.prod, shapes)) + sum(min(sum(shape), math.prod(shape)) for shape in shapes)
     if asked > total / least:
         raise TDPFedError(
-            f"{asked:g} given, must be at most {total / least:.4g}: each parameter has at least one term, and biases are "
-            "sent whole",
+            f"{asked:g} given, must be at most {total / least:.4g}: each parameter has at least one term, and biases "
+            "are sent whole",
             field="wire.compression", value=asked,
         )  # fmt: skip

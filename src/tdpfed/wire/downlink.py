@@ -1,8 +1,8 @@
 """The path of the server's messages: its entries as they are, or rank-one terms of what changed since the last round.
 
 With terms the server keeps the entries that the clients know. Each round it sends terms of the difference to its own
-entries; what they leave out is part of the next difference, so nothing is lost. A client that missed rounds receives the
-terms of all of them, or the dense entries if these are shorter. Clients know the initial entries without a message.
+entries; what they leave out is part of the next difference, so nothing is lost. A client that missed rounds receives
+the terms of all of them, or the dense entries if these are shorter. Clients know the initial entries without a message.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tdpfed.core.state import WIRE, State, own_entries
 from tdpfed.errors import wrong
 from tdpfed.wire.blocks import Parts
 from tdpfed.wire.channel import factored_form
-from tdpfed.wire.forms import ChangeForm, Form, start_vectors
+from tdpfed.wire.forms import ChangeForm, Form, SideBySide, start_vectors
 from tdpfed.wire.settings import Wire
 
 ROUNDS = f"{WIRE}down.rounds"
@@ -25,7 +25,7 @@ ROUNDS = f"{WIRE}down.rounds"
 
 @dataclass(frozen=True)
 class Broadcast:
-    """A round's message: the numbers that travel, the server's entries as clients know them, the server's new memory."""
+    """A round's message: the numbers that travel, the entries as clients then know them, the server's new memory."""
 
     parts: Parts
     known: State
@@ -82,7 +82,7 @@ class Downlink:
                 found[_vectors_of(name)] = start_vectors(form, name, self.seed, server[name])
         return found
 
-    def send(self, server: State) -> Broadcast:
+    def send(self, server: State, side_by_side: SideBySide | None = None) -> Broadcast:
         """Return the message of the next round."""
         own = own_entries(server)
         if not self.changes:
@@ -92,7 +92,7 @@ class Downlink:
         for name, form in self._forms().items():
             before = server[known_of(name)]
             change = (own[name] - before)[None]
-            found, vectors = form.shrink(change, server.get(_vectors_of(name), change[0, :0])[None])
+            found, vectors = form.shrink(change, server.get(_vectors_of(name), change[0, :0])[None], side_by_side)
             parts += found
             known[name] = memory[known_of(name)] = before + form.grow(found)[0].to(before.dtype)
             if form.kept:

@@ -10,7 +10,8 @@ import json
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from tdpfed.core.draws import Stream, key
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import Entries, State, layouts_of, lengths_of
-from tdpfed.wire.blocks import Block, Dense, Parts, dense_block, terms_block
-from tdpfed.wire.codecs import VALUES_PER_SCALE, Codec, grow, scales
+from tdpfed.errors import unknown
+from tdpfed.wire.blocks import LEAST_CLIENTS, Block, Dense, Parts, dense_block, terms_block
+from tdpfed.wire.codecs import DTYPES, VALUES_PER_SCALE, Codec, grow, scales
 from tdpfed.wire.packing import FLOATS, Section, total_bytes
 
 HEADER_BYTES = 48
@@ -33,6 +35,11 @@ MOST_MODES = 5
 
 LARGEST_CHANGE = 1e4
 """Largest norm of a change over that of the received entry, or over 1 if that is larger: far beyond any training."""
+
+
+Lane = Callable[[], AbstractContextManager[object]]
+SideBySide = Callable[[torch.device], AbstractContextManager[Lane]]
+"""Opens a context in which work in different lanes may be computed at the same time."""
 
 
 class EntryForm(ABC):
@@ -76,8 +83,11 @@ class ChangeForm(EntryForm):
     """Number of values that a client keeps for its next round, beside what was lost."""
 
     @abstractmethod
-    def shrink(self, x: Tensor, kept: Tensor) -> tuple[Parts, Tensor]:
-        """Return what is sent of ``x`` ``(K, n)``, and the next values of ``kept`` ``(K, kept)``."""
+    def shrink(self, x: Tensor, kept: Tensor, side_by_side: SideBySide | None = None) -> tuple[Parts, Tensor]:
+        """Return what is sent of ``x`` ``(K, n)``, and the next values of ``kept`` ``(K, kept)``.
+
+        ``side_by_side`` may compute independent parts at the same time.
+        """
 
 
 @dataclass(frozen=True)
@@ -102,16 +112,21 @@ class Blocks(ChangeForm):
         """The sections of all blocks."""
         return tuple(section for block in self.blocks for section in block.sections)
 
-    def shrink(self, x: Tensor, kept: Tensor) -> tuple[Parts, Tensor]:
+    def shrink(self, x: Tensor, kept: Tensor, side_by_side: SideBySide | None = None) -> tuple[Parts, Tensor]:
         """Return the parts of all blocks."""
+        count = len(x)
+        if x.device.type == "cpu" and 0 < count < LEAST_CLIENTS:
+            x, kept = (rows[torch.arange(LEAST_CLIENTS) % count] for rows in (x, kept))
         parts: Parts = []
         next_kept: list[Tensor] = []
         starts = kept.split([block.kept for block in self.blocks], -1)
-        for block, values, start in zip(self.blocks, x.split(self.sizes, -1), starts, strict=True):
-            found, new = block.shrink(values, start)
-            parts += found
-            next_kept.append(new)
-        return parts, torch.cat(next_kept, -1)
+        with (side_by_side or _in_turn)(x.device) as lane:
+            for block, values, start in zip(self.blocks, x.split(self.sizes, -1), starts, strict=True):
+                with lane():
+                    found, new = block.shrink(values, start)
+                parts += found
+                next_kept.append(new)
+        return [part[:count] for part in parts], torch.cat(next_kept, -1)[:count]
 
     def grow(self, parts: Parts) -> Tensor:
         """Return the values of all blocks."""
@@ -142,8 +157,9 @@ class TopK(ChangeForm):
         values, *scale = self._values.sections
         return (Section("positions", self.count, self.length), Section(values.format, self.count), *scale)
 
-    def shrink(self, x: Tensor, kept: Tensor) -> tuple[Parts, Tensor]:
+    def shrink(self, x: Tensor, kept: Tensor, side_by_side: SideBySide | None = None) -> tuple[Parts, Tensor]:
         """Choose the largest values, in the order of their positions."""
+        del side_by_side
         where = x.abs().topk(self.count, sorted=False).indices.sort(-1).values
         values, *scale = self._values.shrink(self._padded(x.gather(-1, where)), kept)[0]
         return [where, values[..., : self.count], *scale], kept
@@ -170,6 +186,8 @@ class Form:
     @classmethod
     def whole(cls, entries: Entries, codec: Codec = "float32") -> "Form":
         """Return the form of messages whose entries travel as they are."""
+        if codec not in DTYPES:
+            raise unknown("codec", codec, DTYPES)
         lengths, layouts = lengths_of(entries), layouts_of(entries)
         return cls("dense", codec, {n: Whole(lengths[n], layouts[n], codec) for n in lengths}, layouts)
 
@@ -177,11 +195,6 @@ class Form:
     def sections(self) -> tuple[Section, ...]:
         """The sections of the payload, in order."""
         return tuple(section for entry in self.entries.values() for section in entry.sections)
-
-    @cached_property
-    def bytes(self) -> int:
-        """The length of a message, header included."""
-        return HEADER_BYTES + total_bytes(self.sections)
 
     @cached_property
     def hash(self) -> bytes:
@@ -192,7 +205,7 @@ class Form:
         ]
         return hashlib.sha256(json.dumps([self.name, self.codec, told]).encode()).digest()[:8]
 
-    def split(self, parts: Parts) -> dict[str, Parts]:
+    def split(self, parts: Sequence[Tensor]) -> dict[str, Parts]:
         """Return the parts of each entry."""
         rest, found = list(parts), {}
         for name, entry in self.entries.items():
@@ -202,6 +215,11 @@ class Form:
     def grow(self, parts: Parts) -> State:
         """Return the values of every entry from the parts of all; with ``changes`` these are changes."""
         return {name: self.entries[name].grow(own) for name, own in self.split(parts).items()}
+
+    @cached_property
+    def bytes(self) -> int:
+        """The length of a message, header included."""
+        return HEADER_BYTES + total_bytes(self.sections)
 
 
 def dense_bytes(layout: Layout) -> int:
@@ -256,4 +274,10 @@ def _shapes(length: int, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
 def too_large(change: Tensor, unchanged: Tensor) -> Tensor:
     """Return whether a change ``(..., n)`` is not finite or far larger than any training makes it."""
     size, least = (torch.linalg.vector_norm(x, dim=-1) for x in (change, unchanged))
-    return ~(size <= LARGEST_CHANGE * least.clamp_min(1))
+    near: Tensor = size <= LARGEST_CHANGE * least.clamp_min(1)
+    return ~near
+
+
+def _in_turn(device: torch.device) -> AbstractContextManager[Lane]:
+    del device
+    return nullcontext(nullcontext)

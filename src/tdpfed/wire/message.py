@@ -8,10 +8,11 @@ not sent: both sides derive the form from the configuration, and the header only
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from tdpfed.core.state import State
@@ -47,7 +48,9 @@ class Message:
 
 def encode(parts: Sequence[Tensor], form: Form, *, kind: Kind, round_: int, client: int, samples: int) -> bytes:
     """Return the numbers of one client, ``(length,)`` for each section of the form, as a message from or to it."""
-    payload = b"".join(section.pack(part.detach().cpu()) for section, part in zip(form.sections, parts, strict=True))
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    payload = b"".join(_packed(parts, form))
     codes = KINDS.index(kind), FORMS.index(form.name), CODECS.index(form.codec)
     for name, value, below in (("round", round_, 2**32), ("client", client, 2**32), ("samples", samples, 2**63)):
         if not 0 <= value < below:
@@ -56,13 +59,25 @@ def encode(parts: Sequence[Tensor], form: Form, *, kind: Kind, round_: int, clie
     return HEADER.pack(*fields, _checksum(HEADER.pack(*fields, b""), payload)) + payload
 
 
+def _packed(parts: Sequence[Tensor], form: Form) -> Iterator[bytes]:
+    """Yield the bytes of each section; numbers that are not finite or not as many as the form says are an error."""
+    if len(parts) != len(form.sections):
+        raise TDPFedError(f"parts: {len(parts)} given, must be {len(form.sections)}")
+    for name, own in form.split(parts).items():
+        for section, part in zip(form.entries[name].sections, own, strict=True):
+            if part.shape != (section.length,):
+                raise TDPFedError(f"{name}: numbers of shape {tuple(part.shape)} given, must be ({section.length},)")
+            numbers = part.detach().cpu()
+            if not bool(finite(numbers)):
+                raise TDPFedError(f"{name}: {float(numbers[first_not_finite(numbers)])} given, must be finite")
+            yield section.pack(numbers)
+
+
 def whole_parts(state: State, form: Form, *, kind: Kind, round_: int, client: int, seed: int) -> list[Tensor]:
     """Return the numbers of entries ``(n,)`` that travel as they are, for :func:`encode`.
 
     A value that the receiver would see as infinite or NaN is an error: float16 ends at 65504, values are not clipped.
     """
-    import torch
-
     if state.keys() != form.entries.keys():
         raise TDPFedError(f"state: entries {sorted(state)} given, must be {sorted(form.entries)}")
     parts: list[Tensor] = []
@@ -71,8 +86,6 @@ def whole_parts(state: State, form: Form, *, kind: Kind, round_: int, client: in
         value = state[name].detach().cpu()
         if value.shape != (entry.length,):
             raise TDPFedError(f"{name}: shape {tuple(value.shape)} given, must be ({entry.length},)")
-        if form.codec not in CODECS:
-            raise unknown("codec", form.codec, CODECS)
         bits = draw_key(seed, round_, torch.tensor(client), kind, name)
         own = shrink(value, entry.layout, entry.codec, bits)
         seen = entry.grow(own)

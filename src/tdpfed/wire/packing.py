@@ -32,23 +32,12 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True)
 class Section:
-    """A run of ``length`` numbers; ``positions`` are ascending numbers below ``below``, scales are finite and not negative."""
+    """A run of ``length`` numbers; positions ascend below ``below``, scales are finite and not negative."""
 
     format: Format
     length: int
     below: int = 0
     scale: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes."""
-        if self.format == "int4":
-            return (self.length + 1) // 2
-        if self.format == "int8":
-            return self.length
-        if self.format == "positions":
-            return _position_bytes(self.length, self.below)
-        return self.length * FLOATS[self.format].itemsize
 
     def pack(self, values: Tensor) -> bytes:
         """Return numbers ``(length,)``, which must be in the format's range, as bytes."""
@@ -83,6 +72,17 @@ class Section:
             raise MalformedError(f"holds {int(values.min())}, must be at least {-LEVELS[self.format]}")
         return values
 
+    @property
+    def bytes(self) -> int:
+        """Number of bytes."""
+        if self.format == "int4":
+            return (self.length + 1) // 2
+        if self.format == "int8":
+            return self.length
+        if self.format == "positions":
+            return _position_bytes(self.length, self.below)
+        return self.length * FLOATS[self.format].itemsize
+
 
 def total_bytes(sections: Sequence[Section]) -> int:
     """Return the number of bytes of a payload."""
@@ -90,7 +90,7 @@ def total_bytes(sections: Sequence[Section]) -> int:
 
 
 def quantized(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Return whole numbers up to ``levels`` and their scales ``(..., 1)``, whose product is nearest to ``x`` ``(..., n)``.
+    """Return whole numbers up to ``levels`` and scales ``(..., 1)``, whose product is nearest to ``x`` ``(..., n)``.
 
     The numbers are float32, the scales are float32 numbers that bfloat16 holds. No value moves farther than to 0.
     """
@@ -109,7 +109,7 @@ def _unpack_nibbles(data: memoryview, length: int) -> Tensor:
 
 def _low_bits(count: int, below: int) -> int:
     """Return how many low bits of a position are stored as they are: about those that are random."""
-    return max(0, int(math.floor(math.log2(below / count))))
+    return max(0, math.floor(math.log2(below / count)))
 
 
 def _position_bytes(count: int, below: int) -> int:
@@ -134,8 +134,10 @@ def _unpack_positions(data: memoryview, count: int, below: int) -> "np.typing.ND
     ones = np.flatnonzero(highs)
     if len(ones) != count or lows[count * low :].any():
         raise MalformedError(f"has {len(ones)} positions, must be {count}, with unused bits 0")
-    values = (lows[: count * low].reshape(count, low).astype(np.int64) << np.arange(low)).sum(1)
-    positions = ((ones - np.arange(count)) << low) + values
+    values: np.typing.NDArray[np.int64] = (
+        lows[: count * low].reshape(count, low).astype(np.int64) << np.arange(low)
+    ).sum(1)
+    positions: np.typing.NDArray[np.int64] = ((ones - np.arange(count)) << low) + values
     if (np.diff(positions) <= 0).any() or positions[-1] >= below:
         raise MalformedError(f"has positions that do not ascend below {below}")
-    return positions.astype(np.int64)
+    return positions

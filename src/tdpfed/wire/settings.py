@@ -41,8 +41,8 @@ class Wire:
     share: float = setting(0.01, "top-k: share of the values that is sent", above=0, most=1)
     feedback: bool | None = setting(
         None,
-        "whether clients keep what an upload lost and add it to their next change; default: true for factors, top-k and "
-        "int4. With dense it makes the upload a change",
+        "whether clients keep what an upload lost and add it to their next change; default: true for factors, top-k "
+        "and int4. With dense it makes the upload a change",
     )
     down: Literal["dense", "factors"] = setting(
         "dense", "what the server sends: its model, or rank-one terms of its change since the last round"
