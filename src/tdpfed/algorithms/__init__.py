@@ -18,11 +18,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 DEFAULT = TDPFed.name
 """The default method of a configuration."""
 
+AVERAGED = FedAvg.name
+"""The method to try where the uploads of another cannot be factored."""
+
 COMPARED = (TDPFed.name, PFedMe.name, FedAvg.name, Local.name)
 """The default methods of a comparison."""
 
 __all__ = [
     "ALGORITHMS",
+    "AVERAGED",
     "COMPARED",
     "DEFAULT",
     "Algorithm",

@@ -183,6 +183,7 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
         "local model accuracy": percent(summary["local_accuracy"]),
         "global model accuracy": percent(summary["global_accuracy"]),
         "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
+        "a dense run would send": f"{summary['dense_uplink_bytes'] / 1e6:,.2f} MB up",
         "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
         "rounds, clients": f"{summary['rounds']}, {summary['clients']}{part}",
         "time": "-" if summary["seconds"] is None else f"{summary['seconds']:.1f} s on {summary['device']}",

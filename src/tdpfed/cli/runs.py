@@ -25,6 +25,7 @@ from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
     from tdpfed.runs.grid import Cell
+    from tdpfed.runs.session import Session
 
 
 @app.command()
@@ -82,6 +83,8 @@ def run(
         print_json({**summary, "folder": str(path)})
     else:
         Console().print(summary_table(summary, str(path)))
+        if resume is None and summary["status"] == "finished" and (command := _alternative(session, source, set_)):
+            Console(soft_wrap=True).print(f"The same experiment with factored updates:\n  {command}", markup=False)
     if summary["status"] == "interrupted":
         print_stderr([f"interrupted; {_resume_hint(path, data_root)}"])
         raise typer.Exit(130)
@@ -129,6 +132,20 @@ def compare(
     find_own_code(*(cell.config.model.name for cell in cells))
     folder = out or Path("runs") / f"compare-{Path(source or 'digits').stem}"
     _grid(cells, folder, data_root, json_, "the same command resumes", target, notes)
+
+
+def _alternative(session: "Session", source: str | None, set_: Sequence[str] | None) -> str | None:
+    """Return the command of the same run with factored updates; None if it has them, or nothing is uploaded."""
+    from tdpfed.algorithms import AVERAGED
+
+    algorithm = session.simulation.algorithm
+    if session.config.wire.update == "factors" or not algorithm.communicates:
+        return None
+    same = algorithm.plan is None and not algorithm.shared_seed
+    kept = [one for one in set_ or () if same or not one.startswith(("algorithm.", "wire."))]
+    changed = [] if same else [f"algorithm.name={AVERAGED}"]
+    values = [*kept, *changed, "wire.update=factors"]
+    return shlex.join(["tdpfed", "run", source or "digits", *(part for one in values for part in ("--set", one))])
 
 
 def _run_seeds(folder: Path, data_root: Path | None, json_: bool) -> None:
