@@ -31,6 +31,8 @@ from tdpfed.errors import RankError, TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.session import Session
 from tdpfed.server.robust import Rule
+from tdpfed.server.step import ServerStep
+from tdpfed.wire import Wire
 
 SETTINGS = [
     "run.rounds=6", "run.evaluate_every=1", "run.threads=1", "checkpoint.every=2", "participation.clients=3",
@@ -118,10 +120,45 @@ def test_any_number_of_ranks_equals_one(name: str) -> None:
             assert len(result[2].federation.y) < len(whole.federation.y)
 
 
+WIRES = {
+    "factors": Wire(update="factors", terms=2, kernels="tensor"),
+    "factors both ways": Wire(update="factors", codec="float32", terms=1, down="factors", down_terms=1),
+    "top-k": Wire(update="top-k", share=0.1), "int4": Wire(codec="int4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WIRES)
+@pytest.mark.parametrize("name", ["fedavg", "pfedme"])
+def test_any_number_of_ranks_equals_one_in_every_form(name: str, form: str) -> None:
+    """Also what clients keep of their changes, and the server of its own."""
+
+    def work(ranks: Ranks) -> tuple[list[Any], dict[str, Tensor], dict[str, Tensor]]:
+        simulation = Simulation(
+            small.convnet(), small.federation(7, dtype=torch.float32), small.variants()[name], seed=3,
+            wire=WIRES[form], participation=Participation(4, "all", dropout=0.3), attack=Attack("scale", 0.3, 1e7),
+            server_step=ServerStep(optimizer="adam", rate=0.01, momentum=0.5), ranks=ranks,
+        )  # fmt: skip
+        records, refused = [], []
+        for record in simulation.run(4):
+            records.append(record.as_dict() | {"seconds": 0})
+            refused.append([str(one) for one in simulation.refused])
+        assert any(refused)
+        return [records, refused], simulation.server, simulation.private
+
+    expected, server, private = work(ALONE)
+    for world in (2, 5):
+        for rank, result in enumerate(together(world, work)):
+            assert isinstance(result, tuple), result
+            assert result[0] == expected
+            assert result[1].keys() == server.keys()
+            assert all(torch.equal(value, server[entry]) for entry, value in result[1].items())
+            assert all(torch.equal(value, private[entry][rank::world]) for entry, value in result[2].items())
+
+
 def test_attacks_codecs_and_robust_rules_see_all_uploads() -> None:
     def work(ranks: Ranks) -> tuple[list[Any], list[str]]:
         simulation = Simulation(
-            small.mlp(), small.federation(8, dtype=torch.float32), small.variants()["tdpfed"], codec="int8",
+            small.mlp(), small.federation(8, dtype=torch.float32), small.variants()["tdpfed"], wire=Wire(codec="int8"),
             rule=Rule("trimmed-mean", gauge=0.8), attack=Attack("alie", 0.25), ranks=ranks,
         )  # fmt: skip
         records, refused = [], []

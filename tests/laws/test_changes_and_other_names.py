@@ -24,7 +24,9 @@ from tdpfed.runs.session import Session
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy
 from tdpfed.server.robust import Rule, average_for
-from tdpfed.wire import encoded_size
+from tdpfed.wire import Wire
+from tdpfed.wire.codecs import scales
+from tdpfed.wire.forms import HEADER_BYTES, start_vectors
 
 EQUIVALENT: dict[str, Algorithm] = {"changes": Changes(**small.COMMON), "halves": Halves(**small.COMMON)}
 UNIFORM: dict[str, Any] = {**small.COMMON, "weights": "uniform"}
@@ -101,12 +103,12 @@ def test_robust_rules_take_entries_one_by_one_each_from_its_own_center(rule: Rul
 def test_a_codec_costs_its_rounding_and_no_more(name: str, codec: Any) -> None:
     """int8 is off by less than a step, 1/127 of the largest value of what travels; changes are small, so is theirs."""
     data = small.federation(7, dtype=torch.float32)
-    exact, rounded = (trained(EQUIVALENT[name], 1, data=data, codec=c) for c in ("float32", codec))
+    exact, rounded = (trained(EQUIVALENT[name], 1, data=data, wire=Wire(codec=c)) for c in ("float32", codec))
     assert exact._trained is not None
     largest = max(float(value.abs().max()) for value in exact._trained[1].upload.values())
     gap = (model_of(exact) - model_of(rounded)).abs().max()
     assert 0 < float(gap) < largest * (1 / 127 if codec == "int8" else 2**-10)
-    again = trained(EQUIVALENT[name], 1, data=data, codec=codec, runner="loop")
+    again = trained(EQUIVALENT[name], 1, data=data, wire=Wire(codec=codec), runner="loop")
     torch.testing.assert_close(model_of(again), model_of(rounded), rtol=0, atol=largest / 127)
 
 
@@ -145,24 +147,62 @@ def test_privacy_hides_uploads() -> None:
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_the_ledger_counts_what_the_method_declares(name: str, codec: Any) -> None:
-    simulation = trained(EQUIVALENT[name], 2, codec=codec)
-    algorithm, samples = simulation.algorithm, simulation.federation.train_size.tolist()
-    form = {kind: (lengths_of(entries), layouts_of(entries)) for kind, entries in
-            (("down", algorithm.down()), ("up", algorithm.up()))}  # fmt: skip
-    up = down = 0
-    for number in (1, 2):
-        for k, held in enumerate(samples):
-            down += encoded_size(*form["down"], "float32", kind="down", round_=number, client=k, samples=0)
-            up += encoded_size(*form["up"], codec, kind="up", round_=number, client=k, samples=held)
-    assert (simulation.ledger.uplink, simulation.ledger.downlink) == (up, down)
-    assert sum(form["up"][0].values()) == simulation.objective.layout.size
+    simulation = trained(EQUIVALENT[name], 2, wire=Wire(codec=codec))
+    algorithm, size = simulation.algorithm, simulation.objective.layout.size
+    assert sum(lengths_of(algorithm.up()).values()) == sum(lengths_of(algorithm.down()).values()) == size
+    layouts = layouts_of(algorithm.up())
+    held = size + 4 * sum(scales(n, layouts[entry]) for entry, n in lengths_of(algorithm.up()).items())
+    sent = 4 * size if codec == "float32" else held
+    assert simulation.ledger.downlink == 2 * 7 * (HEADER_BYTES + 4 * size)
+    assert simulation.ledger.uplink == 2 * 7 * (HEADER_BYTES + sent)
 
 
+FORMS = {
+    "factors": Wire(update="factors", terms=2), "top-k": Wire(update="top-k", share=0.2),
+    "int4": Wire(codec="int4"), "int8": Wire(codec="int8", feedback=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_method_that_sends_changes_is_one_that_sends_models_in_every_form(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client that changed nothing sends is taken off first: 0, or the model it received.
+
+    Only the vectors from which the first terms start depend on an entry's name.
+    """
+    monkeypatch.setattr("tdpfed.wire.channel.start_vectors", lambda form, _, *rest: start_vectors(form, "", *rest))
+    assert_equals_fedavg(EQUIVALENT["changes"], wire=FORMS[form])
+    assert_equals_fedavg(EQUIVALENT["changes"], wire=FORMS[form], participation=Participation(4, "all", dropout=0.2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_entries_without_shapes_travel_with_all_values_of_their_change_or_the_largest(form: str) -> None:
+    simulation = trained(EQUIVALENT["halves"], 3, data=small.federation(7, dtype=torch.float32), wire=FORMS[form])
+    entry = simulation.channel.form.entries["head"]
+    assert sum(section.length for section in entry.sections if not section.scale) == (2 * 8 if form == "top-k" else 39)
+    dense = trained(EQUIVALENT["halves"], 3, data=small.federation(7, dtype=torch.float32))
+    moved = (
+        model_of(dense) - trained(EQUIVALENT["halves"], 0, data=small.federation(7, dtype=torch.float32)).server["w"]
+    )
+    assert 0 < float((model_of(simulation) - model_of(dense)).norm() / moved.norm()) < (0.9 if form == "top-k" else 0.5)
+
+
+def test_a_method_whose_messages_have_other_names_sends_its_changes_down_too() -> None:
+    simulation = trained(EQUIVALENT["changes"], 3, wire=Wire(update="factors", down="factors", down_codec="float32"))
+    assert set(simulation.downlink.form.entries) == {"model"}
+    known = simulation.broadcast.known
+    assert known.keys() == {"model", "last"}
+    assert known["last"] is simulation.server["last"]  # does not travel
+    assert float((known["model"] - simulation.server["model"]).norm()) < 0.2 * float(simulation.server["last"].norm())
+
+
+@pytest.mark.parametrize("wire", [Wire(codec="int8"), FORMS["factors"], FORMS["top-k"]], ids=lambda wire: wire.update)
 @pytest.mark.parametrize("name", EQUIVALENT)
-def test_any_number_of_processes_equals_one(name: str) -> None:
+def test_any_number_of_processes_equals_one(name: str, wire: Wire) -> None:
     def work(ranks: Ranks) -> tuple[list[Any], dict[str, Tensor], int]:
         simulation = Simulation(
-            small.mlp(), small.federation(7, dtype=torch.float32), EQUIVALENT[name], codec="int8",
+            small.mlp(), small.federation(7, dtype=torch.float32), EQUIVALENT[name], wire=wire,
             participation=Participation(4, dropout=0.2), attack=Attack("sign-flip"), ranks=ranks,
         )  # fmt: skip
         records = [record.as_dict() | {"seconds": 0} for record in simulation.run(3)]
