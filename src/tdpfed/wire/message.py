@@ -47,7 +47,16 @@ class Message:
 
 def encode(parts: Sequence[Tensor], form: Form, *, kind: Kind, round_: int, client: int, samples: int) -> bytes:
     """Return the numbers of one client, ``(length,)`` for each section of the form, as a message from or to it."""
-    payload = b"".join(section.pack(part.detach().cpu()) for section, part in zip(form.sections, parts, strict=True))
+    return with_header(packed(parts, form), form, kind=kind, round_=round_, client=client, samples=samples)
+
+
+def packed(parts: Sequence[Tensor], form: Form) -> bytes:
+    """Return the payload of a message, which is the same for all clients that receive the same numbers."""
+    return b"".join(section.pack(part.detach().cpu()) for section, part in zip(form.sections, parts, strict=True))
+
+
+def with_header(payload: bytes, form: Form, *, kind: Kind, round_: int, client: int, samples: int) -> bytes:
+    """Return a message with this payload."""
     codes = KINDS.index(kind), FORMS.index(form.name), CODECS.index(form.codec)
     for name, value, below in (("round", round_, 2**32), ("client", client, 2**32), ("samples", samples, 2**63)):
         if not 0 <= value < below:
