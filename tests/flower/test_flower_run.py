@@ -173,7 +173,7 @@ def from_another_node(message: Message) -> Message:
     return message
 
 
-BAD = {
+BAD: dict[str, tuple[Any, str]] = {
     "nan": (lambda case: upload_of(case, float("nan")), "nan"),
     "shape": (lambda case: upload_of(case, 1.0, 12), "layout"),
     "huge": (lambda case: lambda message: with_wire(message, bytes(50_000_000)), "size"),

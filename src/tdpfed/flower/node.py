@@ -161,9 +161,11 @@ class Node:
         round_, session, settled, counted = (_count(fields, n) for n in ("round", "session", "settled", "counted"))
         side, algorithm, store = self.side, self.side.algorithm, self._store(fields)
         turn, reports = side.turn(round_, self.client), bool(fields.get("report")) and algorithm.communicates
+        dense, changes = self._arrived(data, round_)
         with store.locked():
             before = self._kept(store.before(round_, session))
-            copy, message = self._message(data, before, round_)
+            copy = self._copy(dense, changes, before) if side.downlink.changes else {}
+            message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
             local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
             own, upload, metrics = algorithm.checked_update(message, before.own, local)
             after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
@@ -200,29 +202,27 @@ class Node:
     def _kept(self, state: State | None) -> Kept:
         return self.side.kept() if state is None else Kept.of(_on(state, self.device))
 
-    def _message(self, data: Bytes, before: Kept, round_: int) -> tuple[State, State]:
-        """Return this client's next copy of the server's entries, if it has one, and the message to the method."""
-        side, downlink = self.side, self.side.downlink
-        if not side.algorithm.communicates:
-            return {}, {}
-        if not downlink.changes:
-            return {}, self._received(data(downlink.dense.bytes), downlink.dense, round_)
-        copy = self._copy(data(downlink.dense.bytes), before, round_)
-        return copy, side.broadcast(copy, round_, self.client)
-
-    def _copy(self, data: bytes, before: Kept, round_: int) -> State:
-        """Return the server's entries: dense ones, or the copy with the changes of the rounds that were missed."""
+    def _arrived(self, data: Bytes, round_: int) -> tuple[State, dict[int, State]]:
+        """Return the dense entries that the server sent, or the changes of the rounds that this node missed."""
         downlink, size = self.side.downlink, self.side.downlink.form.bytes
-        if len(data) >= downlink.dense.bytes:  # changes are only sent if they are shorter
-            return self._received(data, downlink.dense, round_)
-        messages = [data[start : start + size] for start in range(0, len(data), size)]
-        first = round_ - len(messages) + 1
-        if before.round < first - 1:
-            raise CopyError(f"changes from round {first} on, but this node's copy is of round {before.round}")
+        if not self.side.algorithm.communicates:
+            return {}, {}
+        whole = data(downlink.dense.bytes)
+        if not downlink.changes or len(whole) >= downlink.dense.bytes:  # changes are only sent if they are shorter
+            return self._received(whole, downlink.dense, round_), {}
+        messages = [whole[start : start + size] for start in range(0, len(whole), size)] or [whole]
+        rounds = range(round_ - len(messages) + 1, round_ + 1)
+        return {}, {n: self._received(one, downlink.form, n) for n, one in zip(rounds, messages, strict=True)}
+
+    def _copy(self, dense: State, changes: dict[int, State], before: Kept) -> State:
+        """Return the server's entries: the dense ones, or the client's copy with the changes that it does not have."""
+        if dense:
+            return dense
+        if before.round < min(changes) - 1:
+            raise CopyError(f"changes from round {min(changes)} on, but this node's copy is of round {before.round}")
         copy = before.copy
-        for number, message in enumerate(messages, first):
-            change = self._received(message, downlink.form, number)
-            if number > before.round:
+        for round_, change in changes.items():
+            if round_ > before.round:
                 copy = {name: value + change[name] for name, value in copy.items()}
         return copy
 
