@@ -102,6 +102,7 @@ def test_a_node_that_missed_many_rounds_gets_the_dense_model(tmp_path: Path) -> 
     assert downlink.form.bytes in sizes
     assert sum(sizes) == case.simulation.ledger.downlink
     assert max(sizes) <= downlink.dense.bytes
+    assert downlink.form.bytes < newest_checkpoint(case)[RECENT].numel() <= downlink.dense.bytes
 
 
 # -- uploads that do not count -----------------------------------------------------------------------------------------
