@@ -191,7 +191,7 @@ def test_keys_in_the_text_exist(page: Path) -> None:
     known |= {f"engine.{module.name}" for module in pkgutil.iter_modules(engine.__path__)}
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         key, _, _ = (part.strip() for part in code.partition("="))
-        if not key.endswith(".py") and re.fullmatch(rf"({'|'.join(SECTIONS)})\.\w+(\.\w+)?", key):
+        if not key.endswith((".py", ".pem", ".key")) and re.fullmatch(rf"({'|'.join(SECTIONS)})\.\w+(\.\w+)?", key):
             assert ".".join(key.split(".")[:2]) in known, code
 
 

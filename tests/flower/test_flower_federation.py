@@ -194,25 +194,21 @@ def tampered(message, context):
     reply = honest(message, context)
     if not context.node_config.get("bad") or message.metadata.message_type != "train":
         return reply
-    import hashlib, json, torch
-    from tdpfed.core.layout import Layout
-    from tdpfed.wire import encode
+    import torch
+    from tdpfed.flower.node import Node
+    from tdpfed.wire import Form, encode
 
-    round_, data = int(message.metadata.group_id), bytearray(reply.content["wire"]["wire"].data)
+    round_ = int(message.metadata.group_id)
+    given = {"kind": "up", "round_": round_, "client": 2, "samples": 391}
     if round_ == 1:
-        end = 9 + int.from_bytes(data[5:9], "little")
-        data[-4:] = torch.tensor([float("nan")]).numpy().tobytes()
-        header = json.loads(bytes(data[9:end]))
-        blank = json.dumps({**header, "sha256": ""}, separators=(",", ":")).encode()
-        header["sha256"] = hashlib.sha256(blank + bytes(data[end:])).hexdigest()
-        data[9:end] = json.dumps(header, separators=(",", ":")).encode()
+        form = Node(task, context.run_config, context.node_config).side.channel.form
+        (section,) = form.sections
+        data = encode([torch.full((section.length,), float("nan"))], form, **given)
     elif round_ == 2:
-        layout = Layout.of({"w": torch.zeros(3, 4)})
-        data = encode({"factors": torch.ones(12)}, {"factors": layout}, kind="up", round_=2, client=2, samples=391,
-                      codec="float32", seed=0)
+        data = encode([torch.ones(12)], Form.whole({"factors": 12}), **given)
     else:
         data = bytes(60_000_000)
-    reply.content["wire"] = ArrayRecord({"wire": Array("uint8", (len(data),), "tdpfed.wire", bytes(data))})
+    reply.content["wire"] = ArrayRecord({"wire": Array("uint8", (len(data),), "tdpfed.wire", data)})
     return reply
 
 

@@ -31,7 +31,7 @@ from flwr.app import Array, ArrayRecord, Message
 from tdpfed.config import Config
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower import envelope, load_personalized, server_app
-from tdpfed.wire import encode
+from tdpfed.wire import Form, encode
 
 
 @pytest.mark.parametrize(
@@ -150,50 +150,15 @@ def with_wire(message: Message, data: bytes) -> Message:
     return message
 
 
-def upload_of(case: Case, value: float, **changed: Any) -> Any:
+def upload_of(case: Case, value: float, length: int | None = None, **changed: Any) -> Any:
     """Return what makes a node's reply one with a constant upload."""
-    layout = case.simulation.objective.layout
-
-    def tamper(message: Message) -> Message:
-        round_ = int(message.metadata.group_id)
-        state = {"w": torch.full((layout.size,), value)}
-        samples = int(case.simulation.federation.train_size[2])
-        given = {"kind": "up", "round_": round_, "client": 2, "samples": samples, "codec": "float32", "seed": 0}
-        return with_wire(message, encode(state, {"w": layout}, **{**given, **changed}))
-
-    return tamper
-
-
-def not_a_number(case: Case) -> Any:
-    honest = upload_of(case, 1.0)
-
-    def tamper(message: Message) -> Message:
-        import hashlib
-
-        data = bytearray(envelope.wire_of(honest(message), 10**9, 2))
-        end = 9 + int.from_bytes(data[5:9], "little")
-        data[-4:] = torch.tensor([float("nan")]).numpy().tobytes()
-        header = json.loads(bytes(data[9:end]))
-        blank = json.dumps({**header, "sha256": ""}, separators=(",", ":")).encode()
-        header["sha256"] = hashlib.sha256(blank + bytes(data[end:])).hexdigest()
-        data[9:end] = json.dumps(header, separators=(",", ":")).encode()
-        return with_wire(message, bytes(data))
-
-    return tamper
-
-
-def shape(case: Case) -> Any:
-    from tdpfed.core.layout import Layout
-
-    other = Layout.of({"w": torch.zeros(3, 4)})
+    length = case.simulation.objective.layout.size if length is None else length
+    entry = case.simulation.objective.layout if length == case.simulation.objective.layout.size else length
 
     def tamper(message: Message) -> Message:
         samples = int(case.simulation.federation.train_size[2])
-        made = encode(
-            {"w": torch.ones(12)}, {"w": other}, kind="up", round_=int(message.metadata.group_id), client=2,
-            samples=samples, codec="float32", seed=0,
-        )  # fmt: skip
-        return with_wire(message, made)
+        given = {"round_": int(message.metadata.group_id), "client": 2, "samples": samples, **changed}
+        return with_wire(message, encode([torch.full((length,), value)], Form.whole({"w": entry}), kind="up", **given))
 
     return tamper
 
@@ -208,9 +173,9 @@ def from_another_node(message: Message) -> Message:
     return message
 
 
-BAD = {
-    "nan": (not_a_number, "nan"),
-    "shape": (shape, "layout"),
+BAD: dict[str, tuple[Any, str]] = {
+    "nan": (lambda case: upload_of(case, float("nan")), "nan"),
+    "shape": (lambda case: upload_of(case, 1.0, 12), "layout"),
     "huge": (lambda case: lambda message: with_wire(message, bytes(50_000_000)), "size"),
     "garbage": (lambda case: lambda message: with_wire(message, b"garbage"), "magic"),
     "weight": (lambda case: upload_of(case, 1.0, samples=10**9), "weight"),

@@ -79,6 +79,16 @@ def test_flat_keys_are_those_of_the_simulator() -> None:
             {"flower.secure_aggregation": True, "algorithm.name": "local"},
             "'local' as configured needs more than the sum",
         ),
+        ({"flower.secure_aggregation": True, "wire.update": "factors"}, "secure_aggregation: True .* 'factors'"),
+        ({"flower.secure_aggregation": True, "wire.update": "top-k"}, "secure_aggregation: True .* 'top-k'"),
+        ({"flower.secure_aggregation": True, "wire.codec": "int4"}, "secure_aggregation: True .* 'int4'"),
+        ({"flower.secure_aggregation": True, "wire.codec": "int8"}, "secure_aggregation: True .* 'int8'"),
+        ({"wire.update": "few"}, "wire.update: 'few' given"),
+        ({"wire.terms": 0}, "wire.terms: 0 given"),
+        ({"wire.down": "top-k"}, "wire.down: 'top-k' given"),
+        ({"wire.codec": "int4", "wire.feedback": False}, "wire.codec: 'int4' given"),
+        ({"server.optimizer": "lamb"}, "server.optimizer: 'lamb' given"),
+        ({"server.rate": 0.0}, "server.rate: 0.0 given"),
     ],
 )
 def test_what_does_not_fit_is_named(given: dict[str, Any], words: str) -> None:
@@ -221,7 +231,7 @@ def test_numbers_of_a_message_are_checked_on_the_node(fields: Any, tmp_path: Pat
 
 def test_a_message_down_passes_the_gate_too(tmp_path: Path) -> None:
     node = Node(Own(), {}, {"partition-id": 0, "state-dir": str(tmp_path)})
-    fields = {"round": 1, "session": 1, "settled": 0, "run": "0" * 16, "starts": "0"}
+    fields = {"round": 1, "session": 1, "settled": 0, "counted": 0, "run": "0" * 16, "starts": "0"}
     with pytest.raises(Rejected, match="begins with"):
         node.train(fields, lambda limit: b"nonsense")
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from tdpfed.flower import envelope
-from tdpfed.flower.node import Node
+from tdpfed.flower.node import CopyError, Node
 from tdpfed.flower.task import Task
 
 NUDGE_PERIOD = 5.0
@@ -27,9 +27,12 @@ def client_app(task: Task) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         began, node = time.perf_counter(), _node(task, context)
-        upload, metrics = node.train(
-            envelope.fields_of(message), lambda limit: envelope.wire_of(message, limit, node.client)
-        )
+        try:
+            upload, metrics = node.train(
+                envelope.fields_of(message), lambda limit: envelope.wire_of(message, limit, node.client)
+            )
+        except CopyError:
+            return envelope.reply(message, {envelope.LACKS: True}, None, {})
         metrics["seconds"] = time.perf_counter() - began
         return envelope.reply(message, {}, upload, metrics)
 

@@ -16,6 +16,9 @@ FIELDS, WIRE, METRICS = "tdpfed", "wire", "metrics"
 NUDGE = "nudge"
 """The field of a message that asks for no work: see :mod:`tdpfed.flower.exchange`."""
 
+LACKS = "lacks-copy"
+"""The field of a reply without an upload: the node has no copy of the server's entries, and needs them whole."""
+
 STYPE = "tdpfed.wire"
 ENVELOPE = 1024
 """Bytes that Flower's records, object headers and our metrics add to an upload; 100 more for every 5 MiB of it."""

@@ -6,7 +6,7 @@ round of a small model.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -20,22 +20,29 @@ from tdpfed.core.draws import batch_indices
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
-from tdpfed.core.state import State, Turn, layouts_of
+from tdpfed.core.state import State, Turn, own_entries
 from tdpfed.core.threads import threads_for
 from tdpfed.errors import TDPFedError
+from tdpfed.flower.kept import Kept
 from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
 from tdpfed.flower.task import NodeData, Task, client_id, data_of, objective_of
 from tdpfed.server.round import diverged, initial_state
-from tdpfed.wire import Expected, Layouts, decode, encode, encoded_size, validate
+from tdpfed.wire import Expected, Form, decode, encode, validate, whole_parts
+from tdpfed.wire.channel import Channel
+from tdpfed.wire.downlink import Downlink
 
 EVALUATION_BATCH = 1024
 """Samples in one forward pass of an evaluation."""
 
 Metrics = dict[str, float]
 Fields = Mapping[str, Any]
-Wire = Callable[[int], bytes]
+Bytes = Callable[[int], bytes]
 """Returns the bytes of a message, given the most bytes it may have."""
+
+
+class CopyError(TDPFedError):
+    """A message holds changes of entries that this node does not have."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +52,23 @@ class Side:
     config: Config
     objective: Objective
     algorithm: Algorithm
+    channel: Channel
+    downlink: Downlink
     server: State  # before round 1
     start: Tensor  # (P,) the initial model, known to both sides
 
     @classmethod
     def of(cls, task: Task, config: Config, nodes: int, device: torch.device) -> "Side":
-        """Build model and algorithm, and the state before round 1."""
-        objective = objective_of(task, config.run.seed)
+        """Build model, algorithm and wire, and the state before round 1."""
+        seed = config.run.seed
+        objective = objective_of(task, seed)
         objective.model.to(device)
         algorithm = config.make_algorithm().bind(objective.layout, nodes)
-        return cls(config, objective, algorithm, *initial_state(algorithm, objective.initial(), config.run.seed))
+        channel, downlink = Channel(algorithm, config.wire, seed), Downlink(algorithm, config.wire, seed)
+        config.server.check(algorithm)
+        server, start = initial_state(algorithm, objective.initial(), seed)
+        server = server | config.server.start(server, algorithm) | downlink.start(server)
+        return cls(config, objective, algorithm, channel, downlink, server, start)
 
     def turn(self, round_: int, client: int) -> Turn:
         """Return the turn that determines a client's random draws."""
@@ -64,14 +78,19 @@ class Side:
         """Return what the server sends to a client that trains."""
         return self.algorithm.broadcast(server, self.turn(round_, client))
 
-    def shipped(self, server: State) -> tuple[State, Layouts]:
+    def kept(self) -> Kept:
+        """Return what a client keeps before its first round."""
+        copy = {name: self.server[name] for name in self.algorithm.down()} if self.downlink.changes else {}
+        return Kept(self.algorithm.init_private(self.start), self.channel.start(self.start), copy=copy)
+
+    def shipped(self, server: State) -> tuple[State, Form]:
         """Return what the server sends to clients that evaluate: its state if it may send all of it, or its model."""
         if self._sends_state:
-            layouts = layouts_of(self.algorithm.down())
-            return server, {name: layouts[name] for name in server}
+            own = own_entries(server)
+            return own, Form.whole({name: entry for name, entry in self.algorithm.down().items() if name in own})
         shipped = self.algorithm.global_model(server)
         assert shipped is not None
-        return {"w": shipped}, {"w": self.algorithm.layout}
+        return {"w": shipped}, Form.whole({"w": self.algorithm.layout})
 
     def global_model(self, received: State) -> Tensor:
         """Return the global model from what :meth:`shipped` sent."""
@@ -81,15 +100,7 @@ class Side:
 
     @property
     def _sends_state(self) -> bool:
-        return self.server.keys() <= self.algorithm.down().keys()
-
-    def expected(self, state: State, layouts: Layouts, round_: int, client: int) -> tuple[Expected, int]:
-        """Return the message that a client expects when ``state`` was sent, and its size in bytes."""
-        lengths = {name: value.shape[-1] for name, value in state.items()}
-        size = encoded_size(lengths, layouts, "float32", kind="down", round_=round_, client=client, samples=0)
-        return Expected(
-            kind="down", round=round_, lengths=lengths, layouts=layouts, codec="float32", clients={client}
-        ), size
+        return own_entries(self.server).keys() <= self.algorithm.down().keys()
 
 
 class Node:
@@ -145,53 +156,93 @@ class Node:
                 "for two samples, must be class numbers smaller than the number of outputs"
             )
 
-    def train(self, fields: Fields, wire: Wire) -> tuple[bytes | None, Metrics]:
-        """Train a round: write the new private state, return the upload and metrics."""
-        round_, session, settled = (_count(fields, name) for name in ("round", "session", "settled"))
-        side, algorithm = self.side, self.side.algorithm
-        turn = side.turn(round_, self.client)
-        message: State = {}
-        if algorithm.communicates:
-            sent = side.broadcast(side.server, round_, self.client)
-            message = self._received(wire, sent, layouts_of(algorithm.down()), round_)
-        store = self._store(fields)
+    def train(self, fields: Fields, data: Bytes) -> tuple[bytes | None, Metrics]:
+        """Train a round: write what the client keeps, return the upload and metrics."""
+        round_, session, settled, counted = (_count(fields, n) for n in ("round", "session", "settled", "counted"))
+        side, algorithm, store = self.side, self.side.algorithm, self._store(fields)
+        turn, reports = side.turn(round_, self.client), bool(fields.get("report")) and algorithm.communicates
+        dense, changes = self._arrived(data, round_)
         with store.locked():
-            kept = store.before(round_, session)
-            private = algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
+            before = self._kept(store.before(round_, session))
+            copy = self._copy(dense, changes, before) if side.downlink.changes else {}
+            message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
             local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
-            private, upload, metrics = algorithm.checked_update(message, private, local)
-            if not all(bool(value.isfinite().all()) for part in (private, upload, metrics) for value in part.values()):
+            own, upload, metrics = algorithm.checked_update(message, before.own, local)
+            after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
+            if reports and side.channel.changes:
+                after, parts = self._sent(after, upload, message)
+            if not all(bool(v.isfinite().all()) for part in (after.state, upload, metrics) for v in part.values()):
                 raise diverged(algorithm, round_)
-            store.save(round_, session, private, settled)
+            store.save(round_, session, after.state, settled)
         found: Metrics = {"loss": float(metrics["loss"])}
         if fields.get("evaluate"):
-            found |= self._score("local", algorithm.local_model(private, upload))
-        if not fields.get("report") or not algorithm.communicates:
+            found |= self._score("local", algorithm.local_model(own, upload))
+        if not reports:
             return None, found
-        return encode(
-            upload, layouts_of(algorithm.up()), kind="up", round_=round_, client=self.client,
-            samples=len(self.data.x), codec=self.config.wire.codec, seed=self.config.run.seed,
-        ), found  # fmt: skip
+        form = side.channel.form
+        if parts is None:
+            parts = whole_parts(upload, form, kind="up", round_=round_, client=self.client, seed=self.config.run.seed)
+        samples = len(self.data.x)
+        return encode(parts, form, kind="up", round_=round_, client=self.client, samples=samples), found
 
-    def evaluate(self, fields: Fields, wire: Wire) -> Metrics:
+    def evaluate(self, fields: Fields, data: Bytes) -> Metrics:
         """Evaluate this client's personalized model and the global model on its own test samples."""
         round_, side = _count(fields, "round"), self.side
-        kept = self._store(fields).upto(round_)
-        private = side.algorithm.init_private(side.start) if kept is None else _on(kept, self.device)
-        found = self._score("personalized", side.algorithm.personalized(private))
+        kept = self._kept(self._store(fields).upto(round_))
+        found = self._score("personalized", side.algorithm.personalized(kept.own))
         if side.algorithm.global_model(side.server) is not None:
-            state = self._received(wire, *side.shipped(side.server), round_)
-            found |= self._score("global", side.global_model(state))
+            _, form = side.shipped(side.server)
+            found |= self._score("global", side.global_model(self._received(data(form.bytes), form, round_)))
         return found
 
     def _store(self, fields: Fields) -> PrivateStore:
         folder = state_folder(self.node_config, fields.get("run"), self.client)
         return PrivateStore(folder, starts_of(fields.get("starts")))
 
-    def _received(self, wire: Wire, sent: State, layouts: Layouts, round_: int) -> State:
-        """Return the state that the server sent, which must have the form of ``sent``."""
-        expected, size = self.side.expected(sent, layouts, round_, self.client)
-        return _on(validate(decode(wire(size), size), expected), self.device)
+    def _kept(self, state: State | None) -> Kept:
+        return self.side.kept() if state is None else Kept.of(_on(state, self.device))
+
+    def _arrived(self, data: Bytes, round_: int) -> tuple[State, dict[int, State]]:
+        """Return the dense entries that the server sent, or the changes of the rounds that this node missed."""
+        downlink, size = self.side.downlink, self.side.downlink.form.bytes
+        if not self.side.algorithm.communicates:
+            return {}, {}
+        whole = data(downlink.dense.bytes)
+        if not downlink.changes or len(whole) >= downlink.dense.bytes:  # changes are only sent if they are shorter
+            return self._received(whole, downlink.dense, round_), {}
+        messages = [whole[start : start + size] for start in range(0, len(whole), size)] or [whole]
+        rounds = range(round_ - len(messages) + 1, round_ + 1)
+        return {}, {n: self._received(one, downlink.form, n) for n, one in zip(rounds, messages, strict=True)}
+
+    def _copy(self, dense: State, changes: dict[int, State], before: Kept) -> State:
+        """Return the server's entries: the dense ones, or the client's copy with the changes that it does not have."""
+        if dense:
+            return dense
+        if before.round < min(changes) - 1:
+            raise CopyError(f"changes from round {min(changes)} on, but this node's copy is of round {before.round}")
+        copy = before.copy
+        for round_, change in changes.items():
+            if round_ > before.round:
+                copy = {name: value + change[name] for name, value in copy.items()}
+        return copy
+
+    def _received(self, data: bytes, form: Form, round_: int) -> State:
+        """Return the entries, or their changes, that the server sent in a message of a round."""
+        expected = Expected(kind="down", round=round_, form=form, clients={self.client})
+        return _on(validate(decode(data, form.bytes), expected), self.device)
+
+    def _sent(self, after: Kept, upload: State, message: State) -> tuple[Kept, list[Tensor]]:
+        """Return what the client keeps after an upload, and the numbers that it sends."""
+        channel = self.side.channel
+        own, unchanged, kept = (
+            {name: value[None] for name, value in state.items()}
+            for state in (upload, self.side.algorithm.unchanged(message), after.wire)
+        )
+        sent = channel.send(own, unchanged, kept)
+        back = channel.returned(sent.kept, sent.seen, unchanged)
+        lost = {name: value[0] for name, value in back.items() if value is not sent.kept[name]}
+        wire = {name: value[0] for name, value in sent.kept.items()}
+        return replace(after, wire=wire, lost=lost), [part[0] for part in sent.parts]
 
     def _batches(self, turn: Turn) -> Callable[[int], Batch]:
         """Return the minibatches of a turn: the same draws as in simulation, from this node's own samples."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -114,10 +114,11 @@ class _Server:
         self.config, self.path = config, path
         self.journal = Journal(config, self._open())
         run, starts = self._session(flower.nodes)
-        self.strategy = Strategy(side, flower, run, starts, lambda text: log.info("tdpfed: %s", text))
+        self.strategy = Strategy(
+            side, flower, run, starts, lambda text: log.info("tdpfed: %s", text), self._write_session
+        )
         self._resume()
-        known = {"run": run, "starts": self.strategy.starts, "nodes": flower.nodes, "folder": str(path.resolve())}
-        self.journal.folder.write(SESSION, json.dumps(known) + "\n")
+        self._write_session(self.strategy.starts)
 
     def _open(self) -> RunFolder:
         """Return a new run folder, or the existing one of a run with the same configuration."""
@@ -147,6 +148,11 @@ class _Server:
                 f"flower.nodes: {nodes} given, must be {before} as in the run in flower.out {str(self.path)!r}"
             )
         return run, starts
+
+    def _write_session(self, starts: Sequence[int]) -> None:
+        run, nodes = self.strategy.run, self.strategy.flower.nodes
+        known = {"run": run, "starts": starts, "nodes": nodes, "folder": str(self.path.resolve())}
+        self.journal.folder.write(SESSION, json.dumps(known) + "\n")
 
     def _resume(self) -> None:
         checkpoints = self.journal.checkpoints
@@ -191,9 +197,10 @@ class _Server:
             self._note(result, seconds, time.perf_counter() - began, own)
 
     def _save(self) -> None:
-        meta = {"algorithm": self.config.method_name, "seed": self.config.run.seed, **self.strategy.state()}
+        server, own = self.strategy.state()
+        meta = {"algorithm": self.config.method_name, "seed": self.config.run.seed, **own}
         checkpoints = self.journal.checkpoints
-        checkpoints.save(Snapshot(self.strategy.round, dict(self.strategy.server), NO_CLIENTS, meta), None)
+        checkpoints.save(Snapshot(self.strategy.round, server, NO_CLIENTS, meta), None)
         self.strategy.settled = min(checkpoints.rounds(), default=0)
 
     def _record(self, exchange: Exchange, result: RoundResult) -> Record:

@@ -126,8 +126,14 @@ def _secure_aggregation(config: Config, flower: Flower) -> list[TDPFedError]:
     """Return the reason why secure aggregation is not available, if it is requested."""
     if not flower.secure_aggregation:
         return []
-    rule, method = rule_of(config), config.make_algorithm()
-    if rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
+    rule, method, wire = rule_of(config), config.make_algorithm(), config.wire
+    if wire.update != "dense" or wire.number_format in ("int8", "int4"):
+        sent = wire.update if wire.update != "dense" else wire.number_format
+        why = (
+            f"uploads travel as {sent!r} (section wire), whose numbers cannot be added without seeing each message; "
+            "the sum of the models needs dense uploads in floating point"
+        )
+    elif rule.name != "mean" or rule.clip is not None or rule.gauge is not None:
         why = "robust rules need each client's upload, and under secure aggregation the server sees only the sum"
     elif not method.summable:
         why = f"{method.name!r} as configured needs more than the sum of the uploads, which is all the server would see"

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from tdpfed.core.state import State, Turn, layouts_of, lengths_of
+from tdpfed.core.state import State, Turn
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
+from tdpfed.flower.delivery import RECENT, Delivery
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
 from tdpfed.server.gate import check_gauge
 from tdpfed.server.records import Ledger
 from tdpfed.server.round import ServerRound
-from tdpfed.wire import Expected, Layouts, Rejected, decode, encode, encoded_size, validate
+from tdpfed.wire import Rejected
 
 RETRY = 3.0
 """Seconds between two checks for missing nodes."""
@@ -40,9 +41,6 @@ LATE = 10.0
 
 LARGEST = 1e30
 """Bound on a reported loss, so that sums stay finite."""
-
-SLACK = 64
-"""Bytes by which a header with wrong numbers may exceed the expected size, so that the error names the numbers."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +63,40 @@ class RoundResult:
 
 
 class Strategy:
-    """A federation in progress: the server's state and its members; ``step`` runs one round."""
+    """A federation in progress: the server's state and its members; ``step`` runs one round.
+
+    ``starts`` are the rounds after which its sessions started: one for each start of the server, and one for each
+    repeated round, of which nodes must forget the first try. ``write`` makes a change of them permanent.
+    """
 
     def __init__(
-        self, side: Side, flower: Flower, run: str, starts: Sequence[int], notify: Callable[[str], None]
+        self,
+        side: Side,
+        flower: Flower,
+        run: str,
+        starts: Sequence[int],
+        notify: Callable[[str], None],
+        write: Callable[[Sequence[int]], None],
     ) -> None:
-        self.side, self.flower, self.run, self.starts, self.notify = side, flower, run, tuple(starts), notify
+        self.side, self.flower, self.run, self.starts = side, flower, run, tuple(starts)
+        self.notify, self.write = notify, write
         self.server: State = side.server
         self.round, self.settled = 0, 0
         self.members: dict[int, Member] = {}
-        self.ledger = Ledger()
+        self.ledger, self.delivery = Ledger(), Delivery(side)
         config = side.config
         self.participation = config.participation
         self.needed = max(1, self.participation.quorum)
         participation = replace(self.participation, quorum=self.needed)
-        self.server_round = ServerRound(side.algorithm, config.run.seed, participation, rule_of(config))
+        self.server_round = ServerRound(
+            side.algorithm, config.run.seed, participation, rule_of(config), step=config.server
+        )
         check_gauge(side.algorithm, self.server_round.rule)
         self.refused: list[Rejected] = []  # in the current round
         self._rejected: set[int] = set()
         self._silent: dict[int, tuple[int, float]] = {}  # by node: failed requests, time of the next one
         self._last_error = ""  # of a node that could not join
+        self._resumed = False
         self._claims: dict[int, int] = {}  # by client with a disconnected node: a rejected node that claims it
 
     def gather(self, exchange: Exchange) -> None:
@@ -131,7 +143,7 @@ class Strategy:
         """Stop a resumed run that cannot continue: its clients are connected, but with other node ids than before."""
         connected = sum(member.node in online for member in self.members.values())
         claims = {k: node for k, node in self._claims.items() if node in online and self.members[k].node not in online}
-        if self.starts[-1] and claims and connected < self.needed:
+        if self._resumed and claims and connected < self.needed:
             changed = ", ".join(f"{k} (was {self.members[k].node}, now {node})" for k, node in sorted(claims.items()))
             raise TDPFedError(
                 f"flower.out: the run was started with other nodes; clients have new node ids: {changed}. A node keeps "
@@ -167,8 +179,11 @@ class Strategy:
         """Run one round; with too few accepted uploads, repeat it or stop the run, as configured."""
         self.refused = []
         uploads: dict[int, State] = {}
+        self.delivery.begin(self.server, self.round + 1)
         for attempt in range(self.participation.attempts):
             if attempt:
+                self.starts = (*self.starts, self.round)
+                self.write(self.starts)
                 exchange.pause(RETRY)
             self._await(exchange, attempt)
             replies, uploads, result = self._attempt(exchange, attempt, evaluate)
@@ -176,6 +191,8 @@ class Strategy:
             count = len(uploads) if self.side.algorithm.communicates else len(replies)
             if self.server_round.enough(count):
                 self._aggregate(uploads)
+                replied = {*replies, *(one.client for one in result.refused if one.client is not None)}
+                self.server = self.delivery.complete(self.server, replied, uploads)
                 self.round += 1
                 return replace(result, refused=self.refused)
             for client, reason in result.lost.items():
@@ -195,9 +212,9 @@ class Strategy:
 
     def evaluate(self, exchange: Exchange) -> dict[int, Metrics]:
         """Let all connected clients evaluate their own model and the global model."""
-        state, layouts = ({}, {}) if self.side.algorithm.global_model(self.server) is None else self._shipped()
+        fields, shipped = {"round": self.round}, self.delivery.shipped(self.server, self.round)
         messages = {
-            client: self._request("evaluate", member.node, {"round": self.round}, self._down(state, layouts, client))
+            client: self._request("evaluate", member.node, fields, shipped and shipped(client))
             for client, member in self._present(exchange, self.members).items()
         }
         answers = exchange.ask(messages, self.flower.deadline)
@@ -212,11 +229,11 @@ class Strategy:
         reporting = set(chosen.tolist())
         messages = {}
         for client, member in self._present(exchange, trained.tolist()).items():
-            state = self.side.broadcast(self.server, number, client)
             fields = {
                 "round": number, "settled": self.settled, "evaluate": evaluate, "report": client in reporting,
+                "counted": self.delivery.counted.get(client, 0),
             }  # fmt: skip
-            wire = self._down(state, layouts_of(self.side.algorithm.down()), client, number)
+            wire = self.delivery.down(client)
             self.ledger.downlink += len(wire or b"")
             messages[client] = self._request("train", member.node, fields, wire)
         self.ledger.client_rounds += len(messages)
@@ -230,6 +247,11 @@ class Strategy:
                 lost[client] = answer
                 continue
             try:
+                if self.delivery.lacks_copy(client, answer):
+                    lost[client] = (
+                        "has no copy of the model to which changes could be added; is sent the model next time"
+                    )
+                    continue
                 if client in reporting and self.side.algorithm.communicates:
                     uploads[client] = self._accept(client, answer, uploads)
                 metrics[client] = self._metrics(client, answer)
@@ -241,21 +263,12 @@ class Strategy:
 
     def _accept(self, client: int, answer: Message, seen: Mapping[int, State]) -> State:
         """Return the validated upload in a reply."""
-        number, member, algorithm = self.round + 1, self.members[client], self.side.algorithm
+        member = self.members[client]
         self.ledger.uplink += envelope.wire_size(answer)
         self.ledger.uploads += 1
         if answer.metadata.src_node_id != member.node:
             raise Rejected("client", f"from node {answer.metadata.src_node_id}", client=client)
-        lengths, layouts = lengths_of(algorithm.up()), layouts_of(algorithm.up())
-        codec, samples = self.side.config.wire.codec, {client: member.samples}
-        limit = encoded_size(lengths, layouts, codec, kind="up", round_=number, client=client, samples=member.samples)
-        limit += SLACK
-        message = decode(envelope.wire_of(answer, limit, client), limit)
-        expected = Expected(
-            kind="up", round=number, lengths=lengths, layouts=layouts, codec=codec, clients={client}, seen=seen,
-            samples=samples,
-        )  # fmt: skip
-        return validate(message, expected)
+        return self.delivery.up(client, answer, member.samples, seen)
 
     def _refused_by_gauge(self, uploads: dict[int, State]) -> list[Rejected]:
         """Remove uploads that the gauge refuses, and return the refusals."""
@@ -296,32 +309,25 @@ class Strategy:
         online = exchange.online()
         return {k: self.members[k] for k in clients if k in self.members and self.members[k].node in online}
 
-    def _shipped(self) -> tuple[State, Layouts]:
-        return self.side.shipped(self.server)
-
-    def _down(self, state: State, layouts: Layouts, client: int, number: int | None = None) -> bytes | None:
-        if not state or not self.side.algorithm.communicates:
-            return None
-        return encode(
-            state, layouts, kind="down", round_=self.round if number is None else number, client=client, samples=0,
-            codec="float32", seed=self.side.config.run.seed,
-        )  # fmt: skip
-
     def _request(self, kind: str, node: int, fields: Mapping[str, envelope.Plain], wire: bytes | None) -> Message:
         starts = ",".join(map(str, self.starts))
         content = {"run": self.run, "session": len(self.starts), "starts": starts, **fields}
         return envelope.request(kind, node, content, wire, self.flower.deadline + LATE)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a restarted server needs in addition to the tensors, as plain values."""
+    def state(self) -> tuple[State, dict[str, Any]]:
+        """Return what a restarted server needs, tensors and plain values."""
         members = {str(client): asdict(member) for client, member in sorted(self.members.items())}
-        return {"members": members, "ledger": asdict(self.ledger), "run": self.run, "nodes": self.flower.nodes}
+        tensors, told = self.delivery.saved()
+        own = {"members": members, "ledger": asdict(self.ledger), "run": self.run, "nodes": self.flower.nodes}
+        return self.server | tensors, own | told
 
     def restore(self, round_: int, server: State, meta: Mapping[str, Any]) -> None:
         """Resume from a checkpoint of the same run."""
         for name, mine in (("run", self.run), ("nodes", self.flower.nodes)):
             if meta.get(name) != mine:
                 raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r}")
+        server = dict(server)
+        recent = server.pop(RECENT, None)
         shapes = [{name: value.shape for name, value in state.items()} for state in (server, self.server)]
         if shapes[0] != shapes[1]:
             raise TDPFedError(f"checkpoint: server state {shapes[0]} saved, must be {shapes[1]} as in this run")
@@ -329,9 +335,10 @@ class Strategy:
         try:
             self.members = {int(client): Member(**member) for client, member in meta["members"].items()}
             self.ledger = Ledger(**meta["ledger"])
+            self.delivery.restore(round_, recent, meta)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TDPFedError(f"checkpoint: its members or ledger cannot be read ({error!r})") from None
-        self.round, self.starts = round_, (*self.starts[:-1], round_)
+            raise TDPFedError(f"checkpoint: its members, ledger or uploads cannot be read ({error!r})") from None
+        self.round, self.starts, self._resumed = round_, (*self.starts[:-1], round_), round_ > 0
 
 
 def _with_client(client: int, refusal: Rejected) -> Rejected:

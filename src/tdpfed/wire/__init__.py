@@ -2,7 +2,7 @@
 
 from tdpfed.wire.codecs import Codec, Kind, Layouts, lossy
 from tdpfed.wire.forms import Form
-from tdpfed.wire.message import Message, decode, encode, whole_parts
+from tdpfed.wire.message import Message, decode, encode, packed, whole_parts, with_header
 from tdpfed.wire.rejected import Rejected, Rule
 from tdpfed.wire.settings import PLAIN, Wire
 from tdpfed.wire.validate import Expected, screen, validate
@@ -21,7 +21,9 @@ __all__ = [
     "decode",
     "encode",
     "lossy",
+    "packed",
     "screen",
     "validate",
     "whole_parts",
+    "with_header",
 ]

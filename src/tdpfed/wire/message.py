@@ -48,9 +48,18 @@ class Message:
 
 def encode(parts: Sequence[Tensor], form: Form, *, kind: Kind, round_: int, client: int, samples: int) -> bytes:
     """Return the numbers of one client, ``(length,)`` for each section of the form, as a message from or to it."""
+    return with_header(packed(parts, form), form, kind=kind, round_=round_, client=client, samples=samples)
+
+
+def packed(parts: Sequence[Tensor], form: Form) -> bytes:
+    """Return the payload of a message, which is the same for all clients that receive the same numbers."""
+    return b"".join(_sections(parts, form))
+
+
+def with_header(payload: bytes, form: Form, *, kind: Kind, round_: int, client: int, samples: int) -> bytes:
+    """Return a message with this payload."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    payload = b"".join(_packed(parts, form))
     codes = KINDS.index(kind), FORMS.index(form.name), CODECS.index(form.codec)
     for name, value, below in (("round", round_, 2**32), ("client", client, 2**32), ("samples", samples, 2**63)):
         if not 0 <= value < below:
@@ -59,7 +68,7 @@ def encode(parts: Sequence[Tensor], form: Form, *, kind: Kind, round_: int, clie
     return HEADER.pack(*fields, _checksum(HEADER.pack(*fields, b""), payload)) + payload
 
 
-def _packed(parts: Sequence[Tensor], form: Form) -> Iterator[bytes]:
+def _sections(parts: Sequence[Tensor], form: Form) -> Iterator[bytes]:
     """Yield the bytes of each section; numbers that are not finite or not as many as the form says are an error."""
     if len(parts) != len(form.sections):
         raise TDPFedError(f"parts: {len(parts)} given, must be {len(form.sections)}")
