@@ -15,8 +15,8 @@ from tdpfed.wire.packing import LEVELS, total_bytes
 
 CODECS = ("float32", "float16", "bfloat16", "int8", "int4")
 SHAPES = [
-    (6, 9), (9, 6), (7, 7), (1, 8), (30, 2), (3, 4, 5), (5, 4, 3), (6, 2, 2), (8, 4, 3, 3), (2, 3, 4, 5), (4, 3, 2, 3, 2),
-    (2, 2, 2, 2, 9),
+    (6, 9), (9, 6), (7, 7), (1, 8), (30, 2), (3, 4, 5), (5, 4, 3), (6, 2, 2), (8, 4, 3, 3), (2, 3, 4, 5),
+    (4, 3, 2, 3, 2), (2, 2, 2, 2, 9),
 ]  # fmt: skip
 LETTERS = "abcde"
 
@@ -105,7 +105,7 @@ def odd_values(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
     return x
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.sampled_from(SHAPES), st.sampled_from(KINDS), st.sampled_from(CODECS), st.integers(1, 6), st.integers(1, 3),
     st.integers(0, 2**31),
@@ -115,9 +115,9 @@ def test_terms_never_make_a_residual_larger(
 ) -> None:
     """Round after round, as errors are fed back: from drawn vectors, from the last ones, and from zeros."""
     block = terms_of(shape, min(terms, most_terms(shape)), codec, sweeps)
-    left = odd_values(kind, shape, seed)
-    for start in (normal(seed, 2, block.kept), None, torch.zeros(2, block.kept)):
-        parts, kept = block.shrink(left, kept if start is None else start)
+    left, kept = odd_values(kind, shape, seed), normal(seed, 2, block.kept)
+    for number in range(3):
+        parts, kept = block.shrink(left, kept if number < 2 else torch.zeros_like(kept))
         after = left - block.grow(parts)
         assert bool(after.isfinite().all())
         assert bool(kept.isfinite().all())

@@ -78,7 +78,7 @@ def test_of_all_bytes_those_of_positions_alone_are_read(count: int, below: int) 
     assert sorted(found) == sorted(combinations(range(below), count))
 
 
-@pytest.mark.parametrize(("kind", "length"), [("int4", 1), ("int4", 2), ("int4", 3), ("int8", 1), ("int8", 2)])
+@pytest.mark.parametrize(("kind", "length"), [("int4", 1), ("int4", 2), ("int8", 1)])
 def test_of_all_bytes_those_of_whole_numbers_alone_are_read(kind: Format, length: int) -> None:
     section, read = Section(kind, length), 0
     for number in range(256**section.bytes):
@@ -105,7 +105,7 @@ def test_a_scale_is_finite_and_not_negative(kind: Format, bad: float) -> None:
 
 
 EXTREMES = st.one_of(
-    st.floats(-1e30, 1e30, width=32),
+    st.floats(-(2.0**100), 2.0**100, width=32),
     st.floats(-1, 1, width=32),
     st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 1e-38, 1.2e-38, -3e-38, 5e-37]),
 )
@@ -124,9 +124,8 @@ def test_numbers_and_scale_are_nearest_to_the_values_and_never_worse_than_0(leve
     assert step > 0 or peak / levels < 1.2e-38
     error = (whole.double() * step - x.double()).abs()
     assert bool((error <= x.double().abs() * (1 + 1e-6)).all())
-    assert bool(
-        (error <= max(step, 1.2e-38 * levels) * 1.01 / 2 + levels * 2**-8 * step * (whole.abs() == levels)).all()
-    )
+    clipped = levels * 2**-8 * step * (whole.abs() == levels)
+    assert bool((error <= (0.5001 * step if step else peak) + clipped).all())
 
 
 def test_a_row_of_values_has_its_own_scale() -> None:
