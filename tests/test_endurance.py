@@ -52,8 +52,12 @@ HOSTILE = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"algorithm": {"name": "fedavg"}},
+    "factors": {
+        "algorithm": {"name": "fedavg"}, "server": {"optimizer": "sgd", "momentum": 0.5},
+        "wire": {"update": "factors", "terms": 1, "down": "factors", "down_terms": 1},
+    },
     "hostile": {"algorithm": {"name": "tdpfed"}, **HOSTILE},
-}
+}  # fmt: skip
 
 
 @dataclass

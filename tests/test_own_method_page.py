@@ -16,6 +16,7 @@ from page_methods import METHODS
 from tdpfed import Algorithm, simulate
 from tdpfed.algorithms import find
 from tdpfed.cli import app
+from tdpfed.wire import Wire
 
 QUICK = ("--set", "run.rounds=2", "--set", "algorithm.tau=2", "--set", "data.clients=5")
 
@@ -42,7 +43,7 @@ def call(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("options", [{}, {"codec": "float16"}], ids=["float32", "float16"])
+@pytest.mark.parametrize("options", [{}, {"wire": Wire(codec="float16")}], ids=["float32", "float16"])
 @pytest.mark.parametrize("model", ["dense", "conv"])
 def test_batched_is_looped(name: str, options: dict[str, Any], model: str) -> None:
     batched, looped = (small.train(made(name), model=model, runner=runner, **options) for runner in ("batched", "loop"))
@@ -77,7 +78,13 @@ def test_fedper_shares_the_body_and_keeps_the_head() -> None:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     "settings",
-    [("wire.codec=int8",), ("robust.name=median",), ("robust.name=trimmed-mean", "robust.attack=sign-flip")],
+    [
+        ("wire.codec=int8",),
+        ("wire.update=factors", "wire.down=factors"),
+        ("wire.update=top-k", "wire.share=0.1", "server.optimizer=adam", "server.rate=0.01"),
+        ("robust.name=median",),
+        ("robust.name=trimmed-mean", "robust.attack=sign-flip"),
+    ],
     ids=" ".join,
 )
 def test_runs_with_codecs_and_robust_rules(name: str, settings: tuple[str, ...], folder: Path) -> None:

@@ -253,7 +253,7 @@ def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 def test_wrong_types_of_hyper_parameters_and_overrides_are_told_at_once() -> None:
     with pytest.raises(CombinedError) as error:
-        load_config("digits", ["algorithm.tau=1.5", "algorithm.lamb=1", "run.rounds=0", "wire.codec=int4"])
+        load_config("digits", ["algorithm.tau=1.5", "algorithm.lamb=1", "run.rounds=0", "wire.codec=int9"])
     assert [line.partition(":")[0] for line in error.value.lines] == [
         "algorithm.tau", "algorithm", "run.rounds", "wire.codec",
     ]  # fmt: skip

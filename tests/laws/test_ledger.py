@@ -71,10 +71,10 @@ def test_the_ledger_is_the_length_of_real_messages_and_their_content_is_what_is_
         parts = whole_parts(one(going_down, k), down, kind="down", seed=3, **common)
         received += len(encode(parts, down, kind="down", samples=0, **common))
         if channel.changes:
-            rows = [
+            mine = [
                 {entry: value[k : k + 1] for entry, value in state.items()} for state in (outcome.upload, start, kept)
             ]
-            alone = channel.send(*rows)
+            alone = channel.send(*mine)
             parts = [part[0] for part in alone.parts]
             for entry, value in alone.kept.items():
                 assert torch.equal(value[0], after[entry][k])

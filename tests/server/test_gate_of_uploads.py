@@ -10,6 +10,7 @@ from tdpfed import FedAvg, FedAvgSAR, PFedMe, TDPFed, TDPFedError
 from tdpfed.engine.attacks import Attack, attackers
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.robust import Rule
+from tdpfed.wire import Wire
 
 QUICK: dict[str, Any] = {"tau": 2, "batch_size": 4}
 AVERAGING = (FedAvg(**QUICK), FedAvgSAR(**QUICK), PFedMe(**QUICK), TDPFed(**QUICK), TDPFed(**QUICK, aggregation="act"))
@@ -88,7 +89,7 @@ def test_label_flip_changes_training_labels_of_the_hostile_only() -> None:
     [
         ({"rule": Rule(gauge=1.0)}, "robust.gauge: 1.0 given"),
         ({"attack": Attack("gauge")}, "robust.attack: 'gauge' given"),
-        ({"codec": "int9"}, "did you mean 'int8'"),
+        ({"wire": Wire(update="factors", terms=100)}, "wire.terms: 100 given, must be at most 12"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options: Any, words: str) -> None:
