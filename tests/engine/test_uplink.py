@@ -21,7 +21,7 @@ from tdpfed.runs.experiment import prepare
 from tdpfed.server.robust import Rule
 from tdpfed.wire import PLAIN, Codec, Rejected, Wire, lossy
 from tdpfed.wire.channel import error_of
-from tdpfed.wire.validate import LARGEST_CHANGE
+from tdpfed.wire.forms import LARGEST_CHANGE
 
 SOME = torch.tensor([1, 2, 5, 6, 8])
 NAMES = ["fedavg", "fedavg_sar", "tdpfed", "tdpfed act"]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tdpfed.errors import TDPFedError
 from tdpfed.wire import Expected, Form, Rejected, Rule, decode, encode, screen, validate
+from tdpfed.wire.forms import LARGEST_CHANGE
 from tdpfed.wire.packing import FLOATS
-from tdpfed.wire.validate import LARGEST_CHANGE
 
 RULES = set(get_args(Rule))
 HONEST = {label: forge.honest(label) for label in forge.WIRES}

@@ -109,7 +109,7 @@ class Uplink:
         return {name: torch.where(gone[:, None], restored[name], value) for name, value in kept.items()}
 
     def _sent(self, uploads: State, kept: State, known: State, place: State) -> tuple[State, ...]:
-        sent = self.channel.send(uploads, self.unchanged(known, Turn(**place)), kept, side_by_side)
+        sent = self.channel.send(uploads, self.unchanged(known, Turn(**place)), kept, side_by_side=side_by_side)
         return sent.seen, sent.kept, {TOO_FAR: sent.too_far}
 
     @cached_property
@@ -139,10 +139,10 @@ class Down:
         """Return the message of the next round, without the numbers that travel; on a GPU as one CUDA graph."""
         on_gpu = any(value.is_cuda for value in server.values())
         if not on_gpu or not self.downlink.changes:
-            return self.downlink.send(server, side_by_side)
+            return self.downlink.send(server, side_by_side=side_by_side)
         known, memory = self._graphed({name: value for name, value in server.items() if value.is_cuda})
         return Broadcast([], known, memory | {ROUNDS: server[ROUNDS]})
 
     def _sent(self, server: State) -> tuple[State, ...]:
-        sent = self.downlink.send(server | {ROUNDS: torch.zeros(0)}, side_by_side)
+        sent = self.downlink.send(server | {ROUNDS: torch.zeros(0)}, side_by_side=side_by_side)
         return sent.known, {name: value for name, value in sent.memory.items() if name != ROUNDS}

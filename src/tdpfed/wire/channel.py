@@ -101,7 +101,7 @@ class Channel:
                 found[vectors_of(name)] = start_vectors(form, name, self.seed, like)
         return found
 
-    def send(self, uploads: State, unchanged: State, kept: State, side_by_side: SideBySide | None = None) -> Sent:
+    def send(self, uploads: State, unchanged: State, kept: State, *, side_by_side: SideBySide | None = None) -> Sent:
         """Return uploads ``(K, n)`` on their way; ``unchanged`` are those of clients that changed nothing."""
         parts: Parts = []
         seen: State = {}

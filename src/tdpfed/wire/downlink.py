@@ -82,7 +82,7 @@ class Downlink:
                 found[_vectors_of(name)] = start_vectors(form, name, self.seed, server[name])
         return found
 
-    def send(self, server: State, side_by_side: SideBySide | None = None) -> Broadcast:
+    def send(self, server: State, *, side_by_side: SideBySide | None = None) -> Broadcast:
         """Return the message of the next round."""
         own = own_entries(server)
         if not self.changes:
