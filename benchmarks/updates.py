@@ -50,7 +50,7 @@ def at_bytes(group: Group, limit: float) -> tuple[float, float]:
     """Return the accuracy once ``limit`` bytes are uploaded, or at the first evaluation, and the bytes sent by then."""
     sent, accuracy = group.mean["uplink_bytes"], group.mean["personalized_accuracy"]
     known = [(b, a) for b, a in zip(sent, accuracy, strict=True) if b is not None and a is not None]
-    within = [pair for pair in known if pair[0] <= 1.001 * limit] or known[:1]
+    within = [pair for pair in known if pair[0] <= 1.01 * limit] or known[:1]
     return within[-1][1], within[-1][0]
 
 
@@ -137,7 +137,7 @@ def draw(groups: Groups, title: str, path: Path) -> None:
 
 
 def picture(groups: Groups, title: str, path: Path) -> None:
-    """Draw the last round's accuracy of each form by the bytes that a client uploads per round: README's picture."""
+    """Draw the last round's accuracy of each form by the bytes uploaded: README's picture."""
     families = {
         "rank-one terms of the change": FACTORS,
         "largest values (top-k)": ("FedAvg, top-k like 4 terms", "FedAvg, top-k like 1 term"),
@@ -149,25 +149,33 @@ def picture(groups: Groups, title: str, path: Path) -> None:
         axes: Any = figure.subplots()
         for (family, all_names), color, marker in zip(families.items(), COLORS, MARKERS, strict=False):
             names = tuple(name for name in all_names if name in groups)
-            sent = [mean(groups[name], "bytes_per_client_round") / 1e3 for name in names]
+            sent = [mean(groups[name], "uplink_bytes") / 1e6 for name in names]
             stats = [groups[name].stat("personalized_accuracy") for name in names]
             accuracy = [100 * (stat.mean or math.nan) for stat in stats]
             spread = [100 * (stat.spread or 0.0) for stat in stats]
             axes.errorbar(sent, accuracy, spread, color=color, marker=marker, label=family, capsize=2, elinewidth=0.8)
+            above = -15 if family in ("TDPFed", "largest values (top-k)") else 8
             for name, x, y in zip(names, sent, accuracy, strict=True):
                 text = {"FedAvg": "float32", "TDPFed": "float32"}.get(
                     name, name.partition(", ")[2].removeprefix("top-k ")
                 )
-                axes.annotate(text, (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=7.5, color=color)
+                axes.annotate(
+                    text, (x, y), (0, above), textcoords="offset points", ha="center", fontsize=7.5, color=color
+                )
         alone = 100 * mean(groups["local"], "personalized_accuracy")
         axes.axhline(alone, color="#4a4f57", linestyle=":", linewidth=1)
         axes.annotate(
             "training alone", (1, alone), (-2, 3), ("axes fraction", "data"), "offset points", ha="right", fontsize=8
         )
-        axes.set(xscale="log", xlabel="a client uploads per round, kB", ylabel="personalized accuracy, %", title=title)
+        axes.set(
+            xscale="log",
+            xlabel="uploaded by all clients in all rounds, MB",
+            ylabel="personalized accuracy, %",
+            title=title,
+        )
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(x=0.08, y=0.12)
-        axes.legend(loc="center right", fontsize=8)
+        axes.legend(loc="center", fontsize=8)
         figure.savefig(path, metadata={"Date": None})
 
 
@@ -206,7 +214,7 @@ def main() -> None:
     (options.folder / "README.md").write_text("\n".join(lines))
     keys = (
         "personalized_accuracy", "global_accuracy", "worst_decile_accuracy", "uplink_bytes", "downlink_bytes",
-        "bytes_per_client_round", "rounds",
+        "rounds",
     )  # fmt: skip
     figures = {
         setting: {

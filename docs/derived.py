@@ -144,6 +144,46 @@ def cost_of_x4(sources: Sources, data: str, codec: str = "") -> float:
     return float(max(two - four for two, four in means))
 
 
+TERMS = ("8 terms", "4 terms", "2 terms", "1 term")
+"""Forms of FedAvg's uploads in the tables of factored updates."""
+
+
+def updates_glance(sources: Sources, *only: str) -> str:
+    """Return the table of factored updates: accuracy in each setting, and how many times fewer bytes are uploaded."""
+    lines = [f"| | training alone | dense | {' | '.join(TERMS)} |", "| --- |" + " ---: |" * (2 + len(TERMS))]
+    for setting, methods in sources.tree("updates").items():
+        if only and not any(word in setting for word in only):
+            continue
+        cells = [f"{methods[name]['personalized_accuracy']['mean']:.1f}" for name in ("local", "FedAvg")]
+        for terms in TERMS:
+            line = methods.get(f"FedAvg, {terms}")
+            cells.append(
+                "-" if line is None else f"{line['personalized_accuracy']['mean']:.1f} ({line['times_up']:.0f}x)"
+            )
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def updates_sizes(sources: Sources, model: str = "dnn", size: str = "28", channels: str = "1") -> str:
+    """Return the table of message sizes for a model, by terms."""
+    from tdpfed.algorithms import FedAvg
+    from tdpfed.core.objective import Objective, cross_entropy
+    from tdpfed.models import build
+    from tdpfed.wire import Wire
+    from tdpfed.wire.channel import Channel
+
+    del sources
+    layout = Objective.of(build(model, (int(channels), int(size), int(size)), 10, seed=0), cross_entropy).layout
+    algorithm = FedAvg().bind(layout, 1)
+    kinds = {"float32": Wire(), "int8": Wire(codec="int8"), "int4, with feedback": Wire(codec="int4")}
+    kinds |= {f"{n} term{'s' * (n > 1)}": Wire(update="factors", terms=n) for n in (16, 8, 4, 2, 1)}
+    bytes_ = {name: Channel(algorithm, wire, 0).form.bytes for name, wire in kinds.items()}
+    lines = ["| upload | bytes of a message | times smaller |", "| --- | ---: | ---: |"]
+    return "\n".join(
+        [*lines, *(f"| {name} | {sent:,} | {bytes_['float32'] / sent:.1f} |" for name, sent in bytes_.items())]
+    )
+
+
 def demo_upload(sources: Sources) -> float:
     """Return the kilobytes of one upload of the Flower demo."""
     found = sources.tree("flower")
@@ -202,4 +242,5 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "clients": clients, "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
     "gpu-rounds": gpu_rounds, "trials": trials, "fewer-bytes": fewer_bytes, "cost-of-x4": cost_of_x4,
     "smaller": smaller, "demo-upload": demo_upload,
+    "updates-glance": updates_glance, "updates-sizes": updates_sizes,
 }  # fmt: skip

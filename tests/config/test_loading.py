@@ -54,6 +54,13 @@ def test_the_papers_settings() -> None:
     assert short == {**mnist.as_dict(), "run": {**plain(mnist.run), "rounds": 60, "evaluate_every": 2}}
 
 
+def test_an_override_takes_a_value_back() -> None:
+    given, back = load_config("digits"), load_config("digits", ["data.max_samples=", "data.per_client = "])
+    assert given.data.max_samples == 50
+    assert (back.data.max_samples, back.data.per_client) == (None, load_config("mnist").data.per_client)
+    assert load_config("digits", ["privacy.noise=", "no.such.key="]) == given
+
+
 def test_overrides() -> None:
     config = load_config(
         "digits",

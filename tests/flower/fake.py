@@ -63,7 +63,7 @@ class DigitsTask:
 def digits(*overrides: str) -> Config:
     """Three clients on the embedded data set, three rounds, in simulation one client after another as on nodes."""
     few = ["run.rounds=3", "run.evaluate_every=3", "run.runner=loop", f"data.clients={NODES}", "data.per_client=4"]
-    return load_config("digits", [*few, *overrides])
+    return load_config("digits", [*few, "data.max_samples=", *overrides])
 
 
 def simulated(config: Config, rounds: int = 3) -> Simulation:

@@ -31,7 +31,7 @@ from flwr.app import Array, ArrayRecord, Message
 from tdpfed.config import Config
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower import envelope, load_personalized, server_app
-from tdpfed.wire import Form, encode
+from tdpfed.wire import Form, with_header
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,8 @@ def upload_of(case: Case, value: float, length: int | None = None, **changed: An
     def tamper(message: Message) -> Message:
         samples = int(case.simulation.federation.train_size[2])
         given = {"round_": int(message.metadata.group_id), "client": 2, "samples": samples, **changed}
-        return with_wire(message, encode([torch.full((length,), value)], Form.whole({"w": entry}), kind="up", **given))
+        payload = torch.full((length,), value).numpy().tobytes()  # an honest sender encodes no NaN
+        return with_wire(message, with_header(payload, Form.whole({"w": entry}), kind="up", **given))
 
     return tamper
 

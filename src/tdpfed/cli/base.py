@@ -27,7 +27,11 @@ Source = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a value of the configuration; repeatable."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a value of the configuration, or take it back with nothing after =; repeatable.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 DataRoot = Annotated[

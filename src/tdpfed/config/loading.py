@@ -104,6 +104,16 @@ def put(values: dict[str, Any], key: str, value: Any, whose: str) -> None:
     values[name] = value
 
 
+def take_back(values: dict[str, Any], key: str) -> None:
+    """Remove a full key from nested values, so that its default holds."""
+    *sections, name = _parts(key)
+    for section in sections:
+        values = values.get(section, {})
+        if not isinstance(values, dict):
+            return
+    values.pop(name, None)
+
+
 def value_of(text: str) -> Any:
     """Parse a value written as TOML; a bare word is a string."""
     try:
@@ -182,7 +192,10 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict
         try:
             if not equals or len(list(_parts(key))) < 2:
                 raise wrong("--set", text, "section.key=value, as in run.rounds=60")
-            put(values, key.strip(), value_of(raw), "--set")
+            if raw.strip():
+                put(values, key.strip(), value_of(raw), "--set")
+            else:
+                take_back(values, key.strip())
         except TDPFedError as error:
             errors.append(error)
     raise_all(errors)

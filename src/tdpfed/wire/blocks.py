@@ -25,6 +25,9 @@ Parts = list[Tensor]
 LEAST_CLIENTS = 3
 """Products of fewer clients use other kernels on a CPU, whose last bits differ: fewer are padded with copies."""
 
+VALUES_TWICE = 1 << 16
+"""Values of a single client's product that are computed at a time."""
+
 
 DEPENDENT = 1e-6
 """Length of what is left of a row of length 1, beside the span of others, below which it counts as part of the span."""
@@ -125,7 +128,8 @@ class MatrixTerms(Block):
         """Return the sum of the terms."""
         first = parts[0].float().unflatten(-1, (self.terms, -1))
         last = _scaled(parts[1:], self.terms)
-        return self._short_first(first.mT @ last).flatten(-2)
+        product = _one_product(first.mT, last) if len(last) == 1 and last.device.type == "cpu" else first.mT @ last
+        return self._short_first(product).flatten(-2)
 
     def _short_first(self, matrix: Tensor) -> Tensor:
         return matrix if self.rows <= self.columns else matrix.mT
@@ -240,6 +244,18 @@ def _saturated(x: Tensor, codec: str) -> Tensor:
     if most < torch.finfo(x.dtype).max:
         x = torch.where(x.isfinite(), x.clamp(-most, most), x)
     return x.to(FLOATS[codec])
+
+
+def _one_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of a single client, ``(1, m, n)``, with the bits that it has as one of several.
+
+    The rows are computed twice, some at a time, so that this takes little memory.
+    """
+    out = b.new_empty(1, a.shape[1], b.shape[2])
+    rows, b = max(1, VALUES_TWICE // b.shape[2]), b.expand(2, -1, -1)
+    for start in range(0, a.shape[1], rows):
+        out[:, start : start + rows] = (a[:, start : start + rows].expand(2, -1, -1) @ b)[:1]
+    return out
 
 
 def _scaled(parts: Parts, terms: int) -> Tensor:

@@ -130,14 +130,11 @@ class Blocks(ChangeForm):
 
     def grow(self, parts: Parts) -> Tensor:
         """Return the values of all blocks."""
-        count = len(parts[0])
-        if parts[0].device.type == "cpu" and 0 < count < LEAST_CLIENTS:
-            parts = [part[torch.arange(LEAST_CLIENTS) % count] for part in parts]
         rest, values = list(parts), []
         for block in self.blocks:
             own, rest = rest[: len(block.sections)], rest[len(block.sections) :]
             values.append(block.grow(own))
-        return torch.cat(values, -1)[:count]
+        return torch.cat(values, -1)
 
 
 @dataclass(frozen=True)
