@@ -102,7 +102,7 @@ class Channel:
             parts += found
             grown = form.grow(found).to(change.dtype)
             if self.wire.keeps_lost:
-                after[error_of(name)] = change.sub_(grown)
+                after[error_of(name)] = change - grown  # what is sent may be a view of the change
             if form.kept:
                 after[vectors_of(name)] = vectors
             seen[name] = grown.add_(unchanged[name])
