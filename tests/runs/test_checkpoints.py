@@ -21,6 +21,8 @@ from tdpfed.engine.store import Store
 from tdpfed.errors import TDPFedError
 from tdpfed.runs import checkpoints as checkpoint
 from tdpfed.runs.checkpoints import Checkpoints, Snapshot, restore, snapshot_of
+from tdpfed.server.step import ServerStep
+from tdpfed.wire import Wire
 
 CALLS = ("write", "fsync", "replace", "unlink")
 
@@ -185,6 +187,90 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) ->
     assert records == expected
     assert small.equal(parted, whole)
     assert parted.ledger == whole.ledger
+
+
+WIRES = {
+    "factors both ways": (Wire(update="factors", terms=2, down="factors", down_terms=1), ServerStep()),
+    "factors and momentum": (
+        Wire(update="factors", codec="float32", kernels="tensor"), ServerStep(optimizer="sgd", momentum=0.9),
+    ),
+    "top-k and adam": (Wire(update="top-k", share=0.1), ServerStep(optimizer="adam", rate=0.01)),
+    "int4": (Wire(codec="int4"), ServerStep()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WIRES)
+def test_a_resumed_run_equals_an_uninterrupted_one_in_every_form(tmp_path: Path, form: str) -> None:
+    """Also what clients keep of their changes, and what the server knows that they know."""
+
+    def begin() -> Simulation:
+        wire, step = WIRES[form]
+        return Simulation(
+            small.convnet(), small.federation(9, dtype=torch.float32), FedAvg(**small.COMMON), seed=5, wire=wire,
+            server_step=step, participation=Participation(3, "all", dropout=0.2),
+        )  # fmt: skip
+
+    whole = begin()
+    expected = [replace(record, seconds=0) for record in whole.run(8)]
+    parted, records, checkpoints = begin(), [], Checkpoints(tmp_path)
+    for number in range(1, 9):
+        records += [replace(record, seconds=0) for record in parted.run(1)]
+        checkpoints.save(snapshot_of(parted), parted.trained)
+        if number in (1, 4, 5):
+            parted, checkpoints = begin(), Checkpoints(tmp_path)
+            found = checkpoints.load()
+            assert found is not None
+            restore(parted, found[0])
+    assert records == expected
+    assert small.equal(parted, whole)
+    assert parted.ledger == whole.ledger
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "words"),
+    [
+        (Wire(), Wire(update="factors"), "wire.update: 'factors' given, must be 'dense' as in"),
+        (Wire(update="factors"), Wire(), "wire.update: 'dense' given, must be 'factors' as in"),
+        (Wire(update="factors", terms=2), Wire(update="factors", terms=3), "wire.terms: 3 given, must be 2 as in"),
+        (Wire(update="factors"), Wire(update="factors", sweeps=5), "wire.sweeps: 5 given, must be 2 as in"),
+        (Wire(update="top-k"), Wire(update="top-k", share=0.5), "wire.share: 0.5 given, must be 0.01 as in"),
+        (Wire(codec="int8"), Wire(codec="int8", feedback=True), "wire.feedback: True given, must be None as in"),
+        (Wire(), Wire(down="factors"), "wire.down: 'factors' given, must be 'dense' as in"),
+        (ServerStep(), ServerStep(optimizer="adam"), "server.optimizer: 'adam' given, must be 'average' as in"),
+        (ServerStep(optimizer="sgd"), ServerStep(optimizer="sgd", rate=0.5), "server.rate: 0.5 given, must be 1.0 as"),
+    ],
+    ids=lambda value: "",
+)
+def test_a_state_of_another_form_is_refused_with_that_reason(
+    tmp_path: Path, saved: Wire | ServerStep, mine: Wire | ServerStep, words: str
+) -> None:
+    """Although entries and shapes may be the same."""
+
+    def begin(settings: Wire | ServerStep, rounds: int) -> Simulation:
+        options: dict[str, Any] = {"wire" if isinstance(settings, Wire) else "server_step": settings}
+        return small.train(FedAvg(**small.COMMON), rounds, **options)
+
+    run = begin(saved, 1)
+    Checkpoints(tmp_path).save(snapshot_of(run), None)
+    fresh = begin(mine, 0)
+    with pytest.raises(TDPFedError) as error:
+        restore(fresh, loaded(tmp_path))
+    assert str(error.value).startswith(words)
+    assert f"{error.value.field}: {error.value.value!r} given, must be {error.value.allowed}" == str(error.value)
+    assert small.equal(fresh, begin(mine, 0))
+    restore(begin(saved, 0), loaded(tmp_path))
+
+
+def test_a_checkpoint_from_before_there_were_forms_is_one_of_dense_uploads(tmp_path: Path) -> None:
+    run = small.train(FedAvg(**small.COMMON), 2)
+    found = snapshot_of(run)
+    meta = {key: value for key, value in found.meta.items() if key not in ("wire", "server")}
+    Checkpoints(tmp_path).save(replace(found, meta=meta), None)
+    resumed = small.train(FedAvg(**small.COMMON), 0)
+    restore(resumed, loaded(tmp_path))
+    assert small.equal(resumed, run)
+    with pytest.raises(TDPFedError, match=r"wire\.update: 'top-k' given, must be 'dense' as in"):
+        restore(small.train(FedAvg(**small.COMMON), 0, wire=Wire(update="top-k")), loaded(tmp_path))
 
 
 def test_restored_runs_share_nothing(tmp_path: Path) -> None:

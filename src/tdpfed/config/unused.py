@@ -21,8 +21,9 @@ def advice(config: Config, algorithm: Algorithm) -> list[str]:
 
 def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that have an effect only with another setting, which is not given."""
-    data, robust, privacy = config.data, config.robust, config.privacy
-    by_class = ("classes", "classes-in-turn")
+    data, robust, privacy, wire = config.data, config.robust, config.privacy, config.wire
+    by_class, up, down = ("classes", "classes-in-turn"), wire.update == "factors", wire.down == "factors"
+    stepping, either = config.server.optimizer, "wire.update = 'factors' or wire.down = 'factors'"
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
         ("data.per_client", data.partition in (None, *by_class), "data.partition = 'classes' or 'classes-in-turn'"),
@@ -37,6 +38,17 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("robust.attack_fraction", robust.attack is not None, "robust.attack"),
         ("robust.attack_strength", robust.attack is not None, "robust.attack"),
         ("privacy.delta", privacy.asked is not None, "privacy.clip and privacy.noise"),
+        ("wire.terms", up, "wire.update = 'factors'"),
+        ("wire.compression", up, "wire.update = 'factors'"),
+        ("wire.sweeps", up or down, either),
+        ("wire.kernels", up or down, either),
+        ("wire.share", wire.update == "top-k", "wire.update = 'top-k'"),
+        ("wire.down_terms", down, "wire.down = 'factors'"),
+        ("wire.down_codec", down, "wire.down = 'factors'"),
+        ("server.rate", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
+        ("server.momentum", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
+        ("server.decay", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),
+        ("server.floor", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),
     ):
         section, _, name = key.partition(".")
         if not counts and _given(config, section, name):
@@ -48,6 +60,7 @@ def _without_uploads(config: Config, algorithm: Algorithm) -> Iterator[str]:
     for key, value, usual in (
         ("wire.update", config.wire.update, "dense"),
         ("wire.codec", config.wire.codec, None),
+        ("wire.feedback", config.wire.feedback, None),
         ("wire.down", config.wire.down, "dense"),
         ("robust.name", config.robust.name, "mean"),
         ("robust.clip", config.robust.clip, None),

@@ -27,11 +27,14 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from tdpfed.core.setting import plain
 from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import TDPFedError, wrong
 from tdpfed.files import part_of, sync_folder, write_part
+from tdpfed.server.step import ServerStep
+from tdpfed.wire import Wire
 
 FORMAT = 2
 FILE_BYTES = 1 << 27
@@ -54,7 +57,13 @@ class Snapshot:
 def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
     """Return the state of a run, with ``meta`` added; the rows are not copied: save before the next round."""
     own = {"algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger)}
+    own |= {section: plain(settings) for section, settings in _form(simulation).items()}
     return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
+
+
+def _form(simulation: Simulation) -> dict[str, Wire | ServerStep]:
+    """Return the settings, by section, on which the entries of a checkpoint and their meaning depend."""
+    return {"wire": simulation.channel.wire, "server": simulation.server_round.step}
 
 
 def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
@@ -66,6 +75,11 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
     for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
         if meta.get(name) != mine:
             raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r} as in this run")
+    for section, settings in _form(simulation).items():
+        known = plain(type(settings)()) | meta.get(section, {})  # an older version had the defaults
+        for name, value in plain(settings).items():
+            if known[name] != value:
+                raise wrong(f"{section}.{name}", value, f"{known[name]!r} as in the run's checkpoint")
     for place, saved, have in (
         ("server", _spec(snapshot.server), _spec(simulation.server)),
         ("private", snapshot.private.spec, simulation.store.spec),

@@ -117,7 +117,7 @@ class Channel:
             grown = form.grow(found).to(change.dtype)
             too_far = too_far | too_large(grown, unchanged[name])
             if self.wire.keeps_lost:
-                after[error_of(name)] = change.sub_(grown)
+                after[error_of(name)] = change - grown  # what is sent may be a view of the change
             if form.kept:
                 after[vectors_of(name)] = vectors
             seen[name] = grown.add_(unchanged[name])
