@@ -9,7 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
+from tdpfed.algorithms import (
+    APFL,
+    Algorithm,
+    Ditto,
+    FedAvg,
+    FedAvgSAR,
+    FedBABU,
+    FedPer,
+    FedProx,
+    FedRep,
+    LGFedAvg,
+    Local,
+    PerFedAvg,
+    PFedMe,
+    Scaffold,
+    TDPFed,
+)
 from tdpfed.data import Federation
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
@@ -88,6 +104,14 @@ def variants() -> dict[str, Algorithm]:
         "perfedavg": PerFedAvg(**COMMON, alpha=0.05),
         "perfedavg hessian-free": PerFedAvg(**COMMON, alpha=0.05, variant="hessian-free"),
         "local": Local(**COMMON),
+        "fedprox": FedProx(**COMMON, mu=2.0),
+        "scaffold": Scaffold(**COMMON, eta_g=0.8),
+        "ditto": Ditto(**COMMON, lam=2.0),
+        "apfl": APFL(**COMMON, alpha=0.4),
+        "fedper": FedPer(**COMMON),
+        "fedrep": FedRep(**COMMON, head_steps=2),
+        "lgfedavg": LGFedAvg(**COMMON),
+        "fedbabu": FedBABU(**COMMON, fine_tune=4),
         "tdpfed": TDPFed(**TDPFED),
         "tdpfed act": TDPFed(**TDPFED, aggregation="act", beta=0.7),
         "tdpfed als": TDPFed(**TDPFED, optimizer="als"),

@@ -1,6 +1,7 @@
 """Laws of layouts: flatten and unflatten are inverse, views share memory, the hash tells layouts apart."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -130,3 +131,58 @@ def test_norms_without_running_statistics_pass() -> None:
         nn.BatchNorm2d(4, track_running_stats=False), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)
     )
     assert len(Layout.of(model).names) == 6
+
+
+NET = Layout.of({"conv.weight": (2, 1, 3), "conv.bias": (2,), "fc.weight": (3, 2), "fc.bias": (3,)})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ("last", ["fc.weight", "fc.bias"]),
+        ("!last", ["conv.weight", "conv.bias"]),
+        ("!conv*", ["fc.weight", "fc.bias"]),
+        (["!*.bias", "fc.bias"], ["conv.weight", "fc.weight", "fc.bias"]),
+        ([], []),
+    ],
+)
+def test_patterns_and_their_opposites(patterns: str | list[str], names: list[str]) -> None:
+    assert NET.matching(patterns) == names
+    rest = [name for name in NET.names if name not in names]
+    assert list(NET.without(patterns).names) == rest
+    flat = torch.arange(2.0 * NET.size).reshape(2, -1)
+    if names:
+        part, other = NET.select(patterns), NET.without(patterns)
+        assert part.size + other.size == NET.size
+        assert torch.equal(
+            NET.merge(NET.merge(0 * flat, NET.take(flat, part), part), NET.take(flat, other), other), flat
+        )
+
+
+@pytest.mark.parametrize(("patterns", "wrong"), [("conv.w", "conv.w"), (["last", "no*"], "no*"), ("!*", "!*")])
+def test_a_pattern_that_matches_nothing_is_refused(patterns: str | list[str], wrong: str) -> None:
+    for call in (NET.matching, NET.select, NET.without):
+        with pytest.raises(TDPFedError) as error:
+            call(patterns, "algorithm.personal")
+        assert (error.value.field, error.value.value) == ("algorithm.personal", wrong)
+        assert error.value.allowed == NET.names
+        assert all(name in str(error.value) for name in ("algorithm.personal: ", repr(wrong), *NET.names))
+
+
+@pytest.mark.parametrize("patterns", ["*", ["last", "!last"]])
+def test_something_must_remain(patterns: str | list[str]) -> None:
+    with pytest.raises(TDPFedError) as error:
+        NET.without(patterns, "algorithm.personal")
+    assert error.value.field == "algorithm.personal"
+    assert error.value.value == ([patterns] if isinstance(patterns, str) else patterns)
+
+
+@given(shapes, st.data())
+def test_ranges_are_where_a_part_is(sizes: list[tuple[int, ...]], data: st.DataObject) -> None:
+    layout = layout_of(sizes)
+    names = data.draw(st.lists(st.sampled_from(layout.names), min_size=1, unique=True))
+    part = layout.select(names)
+    ranges = layout.ranges(part)
+    flat = torch.arange(layout.size)
+    assert torch.equal(torch.cat([flat[begin:end] for begin, end in ranges]), layout.take(flat, part))
+    assert all(before[1] < after[0] for before, after in pairwise(ranges)), "neighbors are one range"

@@ -53,8 +53,9 @@ def test_learning_happens_and_every_model_is_scored() -> None:
         final = result.final
         assert final.personalized_accuracy is not None
         assert final.personalized_accuracy > 0.6, name
-        assert (final.global_accuracy is None) == (name == "local")
-        assert (result.global_model() is None) == (name == "local")
+        partial = name in ("local", "fedper", "fedrep", "lgfedavg")  # the server has no model, or a part of one
+        assert (final.global_accuracy is None) == partial
+        assert (result.global_model() is None) == partial
 
 
 def test_the_result_loads_into_the_model() -> None:

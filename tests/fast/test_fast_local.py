@@ -8,9 +8,11 @@ from torch import Tensor
 
 import local_work
 from local_work import FACTOR_LR, PLANS, close, drawn, named, unchanged
+from tdpfed.core.layout import Ranges
 from tdpfed.core.local import FactorRule, Factors, LocalWork
 from tdpfed.core.state import State
 from tdpfed.cp.plan import FactorPlan
+from tdpfed.fast.graph_rewrites import InPlace
 
 LR, LAM = 0.05, 3.0
 FEW_RULES = [
@@ -56,6 +58,75 @@ def test_a_descent_is_the_plain_one(model: str, anchor: str | None, steps: int |
         for rows, ours, twin in zip(together, alone, expected, strict=True):
             close(rows[k], twin)
             close(ours, twin)
+
+
+PARTS = {"all": None, "last": (-1,), "last two": (-2, -1), "ends": (0, -1)}
+
+
+def part_of(whole: local_work.Problem, numbers: tuple[int, ...] | None) -> Ranges | None:
+    """The ranges of parameters by their numbers."""
+    layout = whole.objective.layout
+    return None if numbers is None else layout.ranges(layout.select([layout.names[n] for n in numbers]))
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_descent_of_a_part_or_with_a_correction_is_the_plain_one(
+    model: str, anchored: bool, corrected: bool, part: str, steps: int
+) -> None:
+    """Both are the steps written out here, and frozen values do not move."""
+    whole = local_work.problem(model)
+    only = part_of(whole, PARTS[part])
+    generator = torch.Generator().manual_seed(3)
+    correction = torch.randn(whole.theta.shape, generator=generator, dtype=whole.theta.dtype) if corrected else None
+    frozen = torch.ones(whole.theta.shape[-1], dtype=torch.bool)
+    for begin, end in ((0, len(frozen)),) if only is None else only:
+        frozen[begin:end] = False
+    assert bool(frozen.any()) == (only is not None and (model != "product" or part == "last"))
+    with unchanged(whole.theta, whole.anchor, *([] if correction is None else [correction])):
+        together = whole.fast.descend(
+            whole.theta, lr=LR, steps=steps, first=1, lam=LAM, anchor=whole.anchor if anchored else None,
+            correction=correction, only=only,
+        )  # fmt: skip
+    assert torch.equal(together[0][:, frozen], whole.theta[:, frozen])
+    for k, one in enumerate(whole.each()):
+        options: dict[str, Any] = {
+            "lr": LR, "steps": steps, "first": 1, "lam": LAM, "anchor": one.anchor if anchored else None,
+            "correction": None if correction is None else correction[k], "only": only,
+        }  # fmt: skip
+        theta = one.theta
+        for t in range(1, 1 + steps):
+            g, loss = one.objective.gradient(theta, one.batches[t])
+            g = g + LAM * (theta - one.anchor) if anchored else g
+            g = g if correction is None else g + correction[k]
+            theta = torch.where(frozen, theta, theta - LR * g)
+        for found in (one.plain.descend(one.theta, **options), one.fast.descend(one.theta, **options)):
+            close(found[0], theta)
+            close(found[1], loss)
+        close(together[0][k], theta)
+        close(together[1][k], loss)
+
+
+@pytest.mark.parametrize("model", ["wide", "conv"])
+def test_steps_of_the_last_layer_leave_the_backward_pass_of_the_others_out(model: str) -> None:
+    """The recorded step of a part has fewer operators than that of the whole model."""
+    whole = local_work.problem(model)
+    only = part_of(whole, (-2, -1))
+    assert only is not None
+    theta = whole.theta.clone()
+    theta, batch = (theta[0], (whole.batches[0][0][0], whole.batches[0][1][0])) if model == "conv" else (
+        theta, whole.batches[0]
+    )  # fmt: skip
+    counts = []
+    for part in (None, only):
+        one, many = whole.recorded._part(part)
+        step = (one if model == "conv" else many)._steps.of(theta, *batch)
+        assert isinstance(step, InPlace)
+        counts.append(len(step.move_only.graph.nodes))
+    assert counts[1] < 0.8 * counts[0]
 
 
 @pytest.mark.parametrize("model", local_work.MODELS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import small
-from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
+from tdpfed.algorithms import Algorithm, Ditto, FedAvg, FedPer, PFedMe, TDPFed
 from tdpfed.core.state import Turn
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.participation import Participation
@@ -20,6 +20,8 @@ CLIENTS, CHOSEN, ROUNDS, SEED = 6, 3, 200, 4
 ALGORITHMS: dict[str, Algorithm] = {
     "fedavg": FedAvg(tau=1, batch_size=4),
     "pfedme": PFedMe(tau=1, batch_size=4, s=1),
+    "ditto": Ditto(tau=1, batch_size=4),
+    "fedper": FedPer(tau=1, batch_size=4),
     "tdpfed": TDPFed(tau=1, batch_size=4, s=1, s_prime=1, eta=0.01, lam=4.0, compression=1.5),
 }
 

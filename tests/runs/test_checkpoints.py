@@ -165,7 +165,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 # A resumed run is the run
 
 
-@pytest.mark.parametrize("name", ["fedavg", "pfedme", "tdpfed", "tdpfed run", "tdpfed alternating", "local"])
+@pytest.mark.parametrize("name", small.variants())
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     def begin() -> Simulation:
         options = {"seed": 5, "participation": Participation(2, dropout=0.2)}

@@ -1,20 +1,32 @@
 """The algorithms, one file each; :func:`find` returns them by name, and custom ones by ``module:Class``."""
 
+from tdpfed.algorithms.apfl import APFL
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.by_name import load
+from tdpfed.algorithms.ditto import Ditto
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
+from tdpfed.algorithms.fedbabu import FedBABU
+from tdpfed.algorithms.fedper import FedPer
+from tdpfed.algorithms.fedprox import FedProx
+from tdpfed.algorithms.fedrep import FedRep
+from tdpfed.algorithms.lgfedavg import LGFedAvg
 from tdpfed.algorithms.local import Local
 from tdpfed.algorithms.perfedavg import PerFedAvg
 from tdpfed.algorithms.pfedme import PFedMe
+from tdpfed.algorithms.scaffold import Scaffold
 from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.errors import unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local)
-}
+    algorithm.name: algorithm
+    for algorithm in (
+        TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local,
+        FedProx, Scaffold, Ditto, APFL, FedPer, FedRep, LGFedAvg, FedBABU,
+    )
+}  # fmt: skip
 DEFAULT = TDPFed.name
 """The default method of a configuration."""
 
@@ -27,17 +39,25 @@ COMPARED = (TDPFed.name, PFedMe.name, FedAvg.name, Local.name)
 __all__ = [
     "ALGORITHMS",
     "AVERAGED",
+    "APFL",
     "COMPARED",
     "DEFAULT",
     "Algorithm",
     "Average",
+    "Ditto",
     "Entries",
     "FedAvg",
     "FedAvgSAR",
+    "FedBABU",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "LGFedAvg",
     "Local",
     "LocalWork",
     "PFedMe",
     "PerFedAvg",
+    "Scaffold",
     "State",
     "TDPFed",
     "Turn",

@@ -70,6 +70,8 @@ class Algorithm(ABC):
     """Whether messages depend on draws that clients repeat, so that clients know the run's seed."""
     same_for_all: ClassVar[bool] = True
     """Whether all clients of a round receive the same message."""
+    counts_clients: ClassVar[bool] = False
+    """Whether the server computes with the number of clients that took part, which is a secret with privacy."""
     has_envelope: ClassVar[bool] = False
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 

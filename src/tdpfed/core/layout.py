@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from tdpfed.errors import TDPFedError
 
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges ``begin <= n < end`` of positions in a flat vector, in order."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -72,24 +75,30 @@ class Layout:
         return hashlib.sha256(json.dumps([self.names, self.shapes]).encode()).hexdigest()
 
     def matching(self, patterns: str | Sequence[str], field: str = "patterns") -> list[str]:
-        """Return the names that match shell-style patterns, in order; ``"last"`` means the last layer.
+        """Return the names that match shell-style patterns, in order.
 
-        A pattern that matches nothing is an error that names ``field``.
+        ``"last"`` means the last layer, and ``"!last"`` or ``"!conv*"`` all names that the rest of the pattern does not
+        match. A pattern that matches nothing is an error that names ``field``.
         """
         found: set[str] = set()
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-            owner = self.names[-1].rpartition(".")[0]
-            names = [
-                name
-                for name in self.names
-                if fnmatch.fnmatchcase(name, pattern) or (pattern == "last" and name.rpartition(".")[0] == owner)
-            ]
+            matched = self._matched(pattern.removeprefix("!"))
+            names = [name for name in self.names if (name in matched) != pattern.startswith("!")]
             if not names:
                 raise TDPFedError(
-                    f"{field}: the pattern {pattern!r} matches no parameter, must match one of {', '.join(self.names)}"
-                )
+                    f"the pattern {pattern!r} matches no parameter, must match one of {', '.join(self.names)}",
+                    field=field, value=pattern, allowed=self.names,
+                )  # fmt: skip
             found.update(names)
         return [name for name in self.names if name in found]
+
+    def _matched(self, pattern: str) -> set[str]:
+        owner = self.names[-1].rpartition(".")[0]
+        return {
+            name
+            for name in self.names
+            if fnmatch.fnmatchcase(name, pattern) or (pattern == "last" and name.rpartition(".")[0] == owner)
+        }
 
     def select(self, patterns: str | Sequence[str], field: str = "patterns") -> "Layout":
         """Return the layout of the parameters that match, as a part of this one."""
@@ -101,7 +110,11 @@ class Layout:
         out = set(self.matching(patterns, field))
         rest = {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if name not in out}
         if not rest:
-            raise TDPFedError(f"{field}: {patterns!r} match every parameter, at least one must remain")
+            given = [patterns] if isinstance(patterns, str) else list(patterns)
+            raise TDPFedError(
+                f"{given} given, which match every parameter, at least one of {', '.join(self.names)} must remain",
+                field=field, value=given, allowed=self.names,
+            )  # fmt: skip
         return Layout.of(rest)
 
     def take(self, flat: Tensor, part: "Layout") -> Tensor:
@@ -112,6 +125,16 @@ class Layout:
         """Return ``flat`` ``(..., P)`` with the values ``(..., part.size)`` of a part put in its place."""
         pieces = [values[..., part.slices[n]] if n in part.slices else flat[..., self.slices[n]] for n in self.names]
         return torch.cat(pieces, dim=-1)
+
+    def ranges(self, part: "Layout") -> Ranges:
+        """Return where the values of a part are in the flat vector; adjacent parameters are one range."""
+        found: list[tuple[int, int]] = []
+        for name in self.names:
+            if name in part.slices:
+                place = self.slices[name]
+                begin = found.pop()[0] if found and found[-1][1] == place.start else place.start
+                found.append((begin, place.stop))
+        return tuple(found)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters of ``flat`` ``(..., P)`` as views ``(..., *shape)``, in order."""

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.layout import Layout
+from tdpfed.core.layout import Layout, Ranges
 from tdpfed.core.state import State, Turn
 from tdpfed.errors import wrong
 
@@ -124,11 +125,14 @@ class LocalWork(ABC):
         first: int = 0,
         anchor: Tensor | None = None,
         lam: float = 0.0,
+        correction: Tensor | None = None,
+        only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take gradient steps, each on a new minibatch; return the parameters and the last loss.
 
         ``tau`` steps unless ``steps`` is given, from minibatch ``first`` on. With an ``anchor`` the steps are on
-        ``f + lam/2 ||theta - anchor||^2``; the loss is that of ``f``.
+        ``f + lam/2 ||theta - anchor||^2``; the loss is that of ``f``. A ``correction`` ``(..., P)`` is added to every
+        gradient. With ``only``, as :meth:`Layout.ranges` returns it, the other parameters are frozen.
         """
 
     @abstractmethod
@@ -159,6 +163,14 @@ class LocalWork(ABC):
         check_steps(count)
         check_minibatch(first)
         return range(first, first + count)
+
+
+def inside(values: Tensor, ranges: Ranges) -> Tensor:
+    """Return ``values`` ``(..., P)`` inside of the ranges, and 0 elsewhere."""
+    found = torch.zeros_like(values)
+    for begin, end in ranges:
+        found[..., begin:end] = values[..., begin:end]
+    return found
 
 
 def check_steps(steps: int) -> None:

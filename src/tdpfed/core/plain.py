@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
+from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     KEPT,
     Batch,
@@ -18,6 +19,7 @@ from tdpfed.core.local import (
     Plan,
     check_minibatch,
     check_steps,
+    inside,
 )
 from tdpfed.core.state import State, Turn
 
@@ -47,13 +49,17 @@ class PlainLocal(LocalWork):
         first: int = 0,
         anchor: Tensor | None = None,
         lam: float = 0.0,
+        correction: Tensor | None = None,
+        only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take one gradient step per minibatch."""
         for t in self._steps(first, steps):
             g, loss = self.gradient(theta, self.batch(t))
             if anchor is not None:
                 g = g + lam * (theta - anchor)
-            theta = theta - lr * g
+            if correction is not None:
+                g = g + correction
+            theta = theta - lr * (g if only is None else inside(g, only))
         return theta, loss
 
     def proximal(

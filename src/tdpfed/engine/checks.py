@@ -110,6 +110,10 @@ def check_privacy(
             "its clients know the seed of the draws, and so of the noise",
         ),
         (
+            "algorithm.name", algorithm.name, algorithm.counts_clients, "another",
+            "its server computes with the number of participants, which is a secret",
+        ),
+        (
             "algorithm.weights", algorithm.weights, algorithm.weights != "uniform", "'uniform'",
             "every client must have the same influence on the average",
         ),

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from tdpfed.core import optim
-from tdpfed.core.local import Batch, Near
+from tdpfed.core.layout import Ranges
+from tdpfed.core.local import Batch, Near, inside
 from tdpfed.core.objective import Objective
 from tdpfed.fast.optim import after_gradient, aligned_copy, aligned_empty, is_aligned
 from tdpfed.fast.recorded_gradient import Replayed
@@ -22,8 +23,9 @@ class RecordedGradient:
 
     def __init__(self, objective: Objective) -> None:
         self._one_by_one = objective.one_by_one
-        self._one = Replayed(grad_and_value(objective.value))
-        self._many = Replayed(vmap(grad_and_value(objective.value)))
+        self._functions = grad_and_value(objective.value), vmap(grad_and_value(objective.value))
+        self._one, self._many = map(Replayed, self._functions)
+        self._of_parts: dict[Ranges, tuple[Replayed, Replayed]] = {}
 
     def __call__(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return gradient ``(..., P)`` and loss ``(...)``."""
@@ -42,21 +44,26 @@ class RecordedGradient:
         lr: float,
         anchor: Tensor | None = None,
         lam: float = 0.0,
+        correction: Tensor | None = None,
+        only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take steps ``theta + lr lam (anchor - theta) - lr g``, each on its own minibatch.
+        """Take steps ``theta + lr lam (anchor - theta) - lr (g + correction)``, each on its own minibatch.
 
-        All minibatches have the same shape. Return the parameters and the loss before the last step. On a CPU no
-        gradient is written to memory.
+        All minibatches have the same shape. With ``only``, parameters outside of these ranges are frozen. Return the
+        parameters and the loss before the last step. On a CPU no gradient is written to memory.
         """
         pull = optim.within_float32(lr * lam)
+        shift = None if correction is None else lr * (correction if only is None else inside(correction, only))
         if theta.ndim == 1 or theta.device.type != "cpu":
             for t in steps:
                 g, loss = self(theta, batches(t))
-                theta = after_gradient(theta, g, anchor, pull, lr)
+                theta = after_gradient(theta, g, anchor, pull, lr, only)
+                theta = theta if shift is None else theta - shift
             return theta, loss
         own = aligned_copy(theta)
         alone = self._one_by_one(own)
-        gradient, rows = (self._one, list(own)) if alone else (self._many, [own])
+        one, many = self._part(only)
+        gradient, rows = (one, list(own)) if alone else (many, [own])
         anchors = [None] * len(rows) if anchor is None else list(anchor) if alone else [anchor]
 
         def minibatches(t: int) -> list[Batch]:
@@ -69,9 +76,22 @@ class RecordedGradient:
         for t in steps[1:]:
             for mover, batch in zip(movers, now, strict=True):
                 mover.move(*batch)
+            if shift is not None:
+                own.sub_(shift)
             now = minibatches(t)
         losses = [mover.move_and_report(*batch) for mover, batch in zip(movers, now, strict=True)]
+        if shift is not None:
+            own.sub_(shift)
         return own, torch.stack(losses) if alone else losses[0]
+
+    def _part(self, only: Ranges | None) -> tuple[Replayed, Replayed]:
+        """Return the gradients of one client and of many whose steps move these ranges of the parameters."""
+        if only is None:
+            return self._one, self._many
+        if only not in self._of_parts:
+            one, many = (Replayed(function, only) for function in self._functions)
+            self._of_parts[only] = one, many
+        return self._of_parts[only]
 
     def proximal(
         self, theta: Tensor, batch: Batch, anchor: Tensor, lam: float, lr: float, momentum: float, steps: int

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tdpfed.core.layout import Ranges
+
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 VIEWS = (*RESHAPES, aten.transpose.int)
 OF_SHAPES_ALONE = (aten.ones_like.default, aten.zeros_like.default, aten.new_zeros.default)
 OF_CONSTANTS = (*VIEWS, aten.neg.default, aten.expand.default, aten.div.Scalar, aten.mul.Scalar)
-
 
 SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.view.default: Tensor.view, aten._unsafe_view.default: Tensor.view, aten.transpose.int: torch.transpose,
@@ -32,7 +33,6 @@ SHORTCUTS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: torch.mean,
 }  # fmt: skip
 """Faster Python functions for some operators, with the same arguments."""
-
 
 SMALL_PRODUCT = 1 << 14
 """Number of values below which a product in separate memory is faster than products in place, client by client."""
@@ -49,9 +49,8 @@ class Part(NamedTuple):
 def without_unit_products(module: fx.GraphModule) -> fx.GraphModule:
     """Return a recorded graph without products with 1, which every layer's bias produces."""
     for node in list(module.graph.nodes):
-        if node.target is not aten.mul.Scalar or node.args[1] != 1:
-            continue
-        if node.meta["val"].dtype == node.args[0].meta["val"].dtype:
+        unit = node.target is aten.mul.Scalar and node.args[1] == 1
+        if unit and node.meta["val"].dtype == node.args[0].meta["val"].dtype:
             _replace(node, node.args[0])
     module.recompile()
     return module
@@ -93,7 +92,7 @@ def called_directly(module: fx.GraphModule) -> fx.GraphModule:
 
 def writes(module: fx.GraphModule) -> bool:
     """Whether a recorded graph modifies a tensor in place."""
-    targets: list[Any] = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    targets: list[Any] = [node.target for node in module.graph.nodes]
     return any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets)
 
 
@@ -132,10 +131,11 @@ class InPlace:
         return theta, self.move(x, y, w, pull, lr, *self.make_views(theta))
 
 
-def stepping(module: fx.GraphModule) -> InPlace | None:
+def stepping(module: fx.GraphModule, only: Ranges | None = None) -> InPlace | None:
     """Return a recorded gradient as a step in the memory of theta, which is taken after everything else.
 
-    None if the gradient is not a join of parts, or if the step could change a part before it is used.
+    With ``only``, the parts in these ranges alone are computed and moved. None if the gradient is not a join of parts,
+    or if the step could change a part before it is used.
     """
     graph = module.graph
     cat, parts = separate_parts(module)
@@ -145,9 +145,10 @@ def stepping(module: fx.GraphModule) -> InPlace | None:
     with graph.inserting_after(given[-1]):
         lr, pull, w = (graph.placeholder(name) for name in ("lr", "pull", "w"))  # inserted in reverse order
     with graph.inserting_before(next(node for node in graph.nodes if node.op == "output")):
-        graph.call_function(pull_, (given[0], w, pull))
+        graph.call_function(pull_, (given[0], w, pull, only))
         for part in parts:
-            subtract_(graph, given[0], part, lr)
+            if only is None or any(begin <= part.begin < end for begin, end in only):
+                subtract_(graph, given[0], part, lr)
     return in_place(without_join(module, cat, given[0]), given[0])
 
 
@@ -162,19 +163,17 @@ def in_place(module: fx.GraphModule, theta: fx.Node) -> InPlace:
     shared = [node for node in viewed if any(user not in viewed for user in node.users)]
     make_views.output(tuple(viewed[node] for node in shared))
     for graph in (move, move_only):
-        known: dict[fx.Node, fx.Node] = {}
         rest = [node for node in module.graph.nodes if node not in viewed]
-        for node in (one for one in rest if one.op == "placeholder"):
-            known[node] = graph.node_copy(node)
+        known = {node: graph.node_copy(node) for node in rest if node.op == "placeholder"}
         known |= {node: graph.placeholder(f"view_{number}") for number, node in enumerate(shared)}
         for node in (one for one in rest if one.op not in ("placeholder", "output")):
             known[node] = graph.node_copy(node, known.__getitem__)
         answer: Any = next(node for node in rest if node.op == "output").args[0]
         outputs = [known[node] for node in answer[1 if graph is move else 2 :]]
         graph.output(tuple(outputs) if len(outputs) > 1 else outputs[0] if outputs else None)
-    for node in reversed(move_only.nodes):
-        if not node.users and node.op in ("call_function", "get_attr") and node.target not in WRITERS:
-            move_only.erase_node(node)
+        for node in reversed(graph.nodes):
+            if not node.users and node.op in ("call_function", "get_attr") and node.target not in WRITERS:
+                graph.erase_node(node)
     return InPlace(*(called_directly(fx.GraphModule(module, graph)) for graph in (make_views, move, move_only)))
 
 
@@ -290,11 +289,9 @@ def _drops_summed(node: fx.Node, total: Any) -> bool:
     """Whether a view only drops the dimensions that a sum with ``keepdim`` has kept."""
     if total.target is not aten.sum.dim_IntList or total.args[2:] != (True,) or len(total.users) > 1:
         return False
-    if not total.args[1]:
-        return False
     shape = shape_of(total)
     summed = {d % len(shape) for d in total.args[1]}
-    return shape_of(node) == tuple(size for d, size in enumerate(shape) if d not in summed)
+    return bool(summed) and shape_of(node) == tuple(size for d, size in enumerate(shape) if d not in summed)
 
 
 def _undoes_transpose(node: fx.Node, before: fx.Node) -> bool:
@@ -324,10 +321,13 @@ def _multiply_into(whole: Tensor, begin: int, a: Tensor, b: Tensor) -> None:
     torch.bmm(a, b, out=whole.narrow(1, begin, rows * columns).view(len(a), rows, columns))
 
 
-def pull_(theta: Tensor, w: Tensor | None, pull: float) -> None:
-    """Move theta towards ``w``, if given."""
-    if w is not None:
+def pull_(theta: Tensor, w: Tensor | None, pull: float, only: Ranges | None = None) -> None:
+    """Move theta, or with ``only`` these ranges of it, towards ``w``, if given."""
+    if w is not None and only is None:
         theta.lerp_(w, pull)
+    elif w is not None:
+        for begin, end in only or ():
+            theta[..., begin:end].lerp_(w[..., begin:end], pull)
 
 
 def place_in(theta: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tdpfed.core.layout import Ranges
 from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_minibatch, check_steps
 from tdpfed.core.plain import start_factors
 from tdpfed.core.state import State, Turn
@@ -40,10 +41,12 @@ class FastLocal(LocalWork):
         first: int = 0,
         anchor: Tensor | None = None,
         lam: float = 0.0,
+        correction: Tensor | None = None,
+        only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Take one gradient step per minibatch."""
         self._used.add("descend")
-        return self._gradient.descend(theta, self._batch, self._steps(first, steps), lr, anchor, lam)
+        return self._gradient.descend(theta, self._batch, self._steps(first, steps), lr, anchor, lam, correction, only)
 
     def proximal(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
+from tdpfed.core.layout import Ranges
 from tdpfed.core.optim import Moments
 
 Pieces = Sequence[tuple[int, Tensor]]
@@ -51,8 +52,20 @@ def is_aligned(theta: Tensor) -> bool:
     return theta.stride(-1) == 1 and theta.stride(0) == -(-theta.shape[-1] // line) * line
 
 
-def after_gradient(theta: Tensor, g: Tensor, anchor: Tensor | None, pull: float, lr: float) -> Tensor:
-    """Return ``theta + pull (anchor - theta) - lr g``, or ``theta - lr g`` without an anchor; may overwrite ``g``."""
+def after_gradient(
+    theta: Tensor, g: Tensor, anchor: Tensor | None, pull: float, lr: float, only: Ranges | None = None
+) -> Tensor:
+    """Return ``theta + pull (anchor - theta) - lr g``, or ``theta - lr g`` without an anchor; may overwrite ``g``.
+
+    With ``only``, parameters outside of these ranges stay as they are.
+    """
+    if only is not None:
+        moved = theta.clone(memory_format=torch.contiguous_format)
+        for begin, end in only:
+            one, step = theta[..., begin:end], g[..., begin:end]
+            near = None if anchor is None else anchor[..., begin:end]
+            moved[..., begin:end] = after_gradient(one, step, near, pull, lr)
+        return moved
     if anchor is None:
         return torch.add(theta, g, alpha=-lr, out=g)
     return torch.lerp(theta, anchor, pull).sub_(g, alpha=lr)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tdpfed.core.layout import Ranges
 from tdpfed.fast.convolution import as_products
 from tdpfed.fast.first_layer import FirstLayer, first_layer
 from tdpfed.fast.graph_rewrites import (
@@ -42,11 +43,12 @@ class Replayed:
     """A gradient, recorded once per kind of input and replayed: the same operations, and so the same bits.
 
     A function that cannot be recorded (its control flow depends on values) is called directly. Side effects of a
-    model's ``forward`` happen only during recording. The ``RECORDINGS`` latest kinds are kept.
+    model's ``forward`` happen only during recording. The ``RECORDINGS`` latest kinds are kept. With ``only``, steps
+    move these ranges of the parameters, and compute no more of the gradient than that needs.
     """
 
-    def __init__(self, function: Gradient) -> None:
-        self._function = function
+    def __init__(self, function: Gradient, only: Ranges | None = None) -> None:
+        self._function, self._only = function, only
         self._gradients = _Recordings(self._recorded_gradient)
         self._steps = _Recordings(self._recorded_step)
         self._first_layers = _Recordings(self._recorded_first_layer)
@@ -95,7 +97,7 @@ class Replayed:
 
     def _recorded_step(self, theta: Tensor, x: Tensor, y: Tensor) -> Step:
         def make() -> Step | None:
-            made = stepping(self._record(theta, x, y)) if _steps_in_place(theta) else None
+            made = stepping(self._record(theta, x, y), self._only) if _steps_in_place(theta) else None
             if made is not None:
                 own = theta.clone()
                 made(own, x, y, theta, 0.5, 0.0)
@@ -133,7 +135,7 @@ class Replayed:
         self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor | None, pull: float, lr: float
     ) -> tuple[Tensor, Tensor]:
         g, loss = self(theta, x, y)
-        return after_gradient(theta, g, w, pull, lr), loss
+        return after_gradient(theta, g, w, pull, lr, self._only), loss
 
 
 @dataclass(frozen=True)
