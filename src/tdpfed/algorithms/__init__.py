@@ -2,19 +2,26 @@
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.by_name import load
+from tdpfed.algorithms.fedala import FedALA
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
+from tdpfed.algorithms.fedpara import FedPara
 from tdpfed.algorithms.local import Local
 from tdpfed.algorithms.perfedavg import PerFedAvg
 from tdpfed.algorithms.pfedme import PFedMe
+from tdpfed.algorithms.pfedpara import PFedPara
 from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.errors import unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local)
-}
+    algorithm.name: algorithm
+    for algorithm in (
+        TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local,
+        FedALA, FedPara, PFedPara,
+    )
+}  # fmt: skip
 DEFAULT = TDPFed.name
 """The default method of a configuration."""
 
@@ -28,11 +35,14 @@ __all__ = [
     "Algorithm",
     "Average",
     "Entries",
+    "FedALA",
     "FedAvg",
     "FedAvgSAR",
+    "FedPara",
     "Local",
     "LocalWork",
     "PFedMe",
+    "PFedPara",
     "PerFedAvg",
     "State",
     "TDPFed",
