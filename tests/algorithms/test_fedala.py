@@ -2,34 +2,36 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import small
-from by_hand import CLIENTS, ROUNDS, close, flat, gradient, mean, minibatches, sgd, start
+from by_hand import CLIENTS, ROUNDS, Model, close, flat, gradient, mean, minibatches, sgd, start
 from tdpfed.algorithms import FedALA, FedAvg
 from tdpfed.errors import TDPFedError
+
+
+def between(v: Model, w: Model, share: Model) -> Model:
+    """Where a client starts."""
+    return {name: v[name] + (w[name] - v[name]) * share[name] if name in share else w[name] for name in w}
 
 
 @pytest.mark.parametrize("adaptive", [("last",), ("conv*", "fc2.bias"), ("*",)])
 def test_three_rounds_by_hand(adaptive: tuple[str, ...]) -> None:
     algorithm = FedALA(tau=3, batch_size=5, eta=0.1, weight_rate=3.0, weight_steps=4, adaptive=adaptive)
     simulation, module, w, data, sizes = start(algorithm)
-    mixed = {"last": ["fc2.weight", "fc2.bias"], "*": list(w)}.get(adaptive[0], ["conv.weight", "conv.bias", "fc2.bias"])
+    mixed = {"last": ["fc2.weight", "fc2.bias"], "*": list(w)}.get(
+        adaptive[0], ["conv.weight", "conv.bias", "fc2.bias"]
+    )
     own = [dict(w) for _ in range(CLIENTS)]
     weights = [{name: torch.ones_like(w[name]) for name in mixed} for _ in range(CLIENTS)]
     for round_ in range(1, ROUNDS + 1):
         for client in range(CLIENTS):
             batches = minibatches(data, client, round_, 7, 5)
             v, share = own[client], weights[client]
-
-            def initial(v: dict[str, Tensor] = v, share: dict[str, Tensor] = share) -> dict[str, Tensor]:
-                return {n: v[n] + (w[n] - v[n]) * share[n] if n in share else w[n] for n in w}
-
             for batch in batches[3:]:
-                g = gradient(module, initial(), batch)
+                g = gradient(module, between(v, w, share), batch)
                 for name in mixed:
                     share[name] = (share[name] - 3.0 * g[name] * (w[name] - v[name])).clamp(0, 1)
-            own[client] = sgd(module, initial(), batches[:3], 0.1)
+            own[client] = sgd(module, between(v, w, share), batches[:3], 0.1)
         w = mean(own, sizes)
         simulation.step()
         close(simulation.server["w"], flat(w))
@@ -60,5 +62,5 @@ def test_only_the_model_travels() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(TDPFedError, match=r"adaptive: .*'head\*' matches no parameter"):
+    with pytest.raises(TDPFedError, match=r"^algorithm\.adaptive: .*'head\*' matches no parameter"):
         small.train(FedALA(adaptive=("head*",)), 0)

@@ -2,11 +2,17 @@
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.by_name import load
+from tdpfed.algorithms.dapper import Dapper
 from tdpfed.algorithms.fedala import FedALA
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
+from tdpfed.algorithms.fedmac import FedMac
 from tdpfed.algorithms.fedpara import FedPara
+from tdpfed.algorithms.finetune import FineTune
+from tdpfed.algorithms.hypcluster import HypCluster
 from tdpfed.algorithms.local import Local
+from tdpfed.algorithms.mapper import Mapper
+from tdpfed.algorithms.mocha import Mocha
 from tdpfed.algorithms.perfedavg import PerFedAvg
 from tdpfed.algorithms.pfedme import PFedMe
 from tdpfed.algorithms.pfedpara import PFedPara
@@ -19,7 +25,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     algorithm.name: algorithm
     for algorithm in (
         TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local,
-        FedALA, FedPara, PFedPara,
+        FedALA, FedPara, PFedPara, FineTune,
+        HypCluster, Mapper, Dapper, FedMac, Mocha,
     )
 }  # fmt: skip
 DEFAULT = TDPFed.name
@@ -34,13 +41,19 @@ __all__ = [
     "DEFAULT",
     "Algorithm",
     "Average",
+    "Dapper",
     "Entries",
     "FedALA",
     "FedAvg",
     "FedAvgSAR",
+    "FedMac",
     "FedPara",
+    "FineTune",
+    "HypCluster",
     "Local",
     "LocalWork",
+    "Mapper",
+    "Mocha",
     "PFedMe",
     "PFedPara",
     "PerFedAvg",

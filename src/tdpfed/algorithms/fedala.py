@@ -36,7 +36,7 @@ class FedALA(FedAvg):
     @cached_property
     def part(self) -> Layout:
         """The parameters that are mixed."""
-        return self.layout.select(self.adaptive, "adaptive")
+        return self.layout.select(self.adaptive, "algorithm.adaptive")
 
     def init_private(self, theta: Tensor) -> State:
         """Begin with the global model: all weights are 1."""

@@ -27,7 +27,12 @@ class FedPara(FedAvg):
         0.5, "rank of each weight, from the least that can reach full rank (0) to the most that saves values (1)",
         least=0, most=1,
     )  # fmt: skip
-    rank: int | None = hyper(None, "explicit rank of every weight, at most its smaller side; it may have more values then", least=1, most=10**6)
+    rank: int | None = hyper(
+        None,
+        "explicit rank of every weight, at most its smaller side; it may have more values then",
+        least=1,
+        most=10**6,
+    )
     exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
 
     @cached_property

@@ -1,8 +1,8 @@
 """Parameters as elementwise products of two low-rank tensors (FedPara; Hyeon-Woo et al., 2022).
 
 A matrix is ``W = (X1 Y1^T) * (X2 Y2^T + c)``: two factors of rank R reach rank R^2. A kernel ``(O, I, ...)`` has a core
-in each product, ``sum_rs T_rs x_r y_s`` (Tucker-2), with its further modes taken as one. The constant c is 0, or 1 where the
-second product is a client's own correction of the first.
+in each product, ``sum_rs T_rs x_r y_s`` (Tucker-2), with its further modes taken as one. The constant c is 0, or 1
+where the second product is a client's own correction of the first.
 """
 
 import math
@@ -39,7 +39,7 @@ class HadamardPlan:
         constant: float = 0.0,
     ) -> "HadamardPlan":
         """Plan for a model: each parameter of two or more dimensions has the rank of :func:`rank_for`, or ``rank``."""
-        kept = set(layout.matching(exclude, "exclude"))
+        kept = set(layout.matching(exclude, "algorithm.exclude"))
 
         def rank_of(name: str, shape: tuple[int, ...]) -> int | None:
             if name in kept or len(shape) < 2:
