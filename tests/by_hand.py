@@ -4,6 +4,7 @@ Nothing here uses the package's local work: a loss is PyTorch's own, a gradient 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,11 +77,22 @@ def mean(models: Sequence[Mapping[str, Tensor]], sizes: Sequence[float]) -> Mode
     }
 
 
+def opposed(clients: int = CLIENTS) -> Federation:
+    """Return a federation in which every other client gives other labels to the same inputs."""
+    data = small.federation(clients)
+    y = data.y.clone()
+    for k in range(1, clients, 2):
+        for first, count in ((data.train_start, data.train_size), (data.test_start, data.test_size)):
+            rows = slice(int(first[k]), int(first[k] + count[k]))
+            y[rows] = (y[rows] + 1) % small.CLASSES
+    return replace(data, y=y)
+
+
 def start(
     algorithm: Algorithm, kind: str = "conv", **options: Any
 ) -> tuple[Simulation, nn.Module, Model, Federation, list[int]]:
     """Return a simulation in float64, its module and initial model, and the clients' data and sizes."""
-    data = small.federation(CLIENTS)
+    data = options.pop("data", None) or small.federation(CLIENTS)
     module = MODULES[kind]().double()
     simulation = Simulation(MODULES[kind]().double(), data, algorithm, **options)
     model = {name: value.detach().clone() for name, value in module.named_parameters()}

@@ -64,3 +64,5 @@ def test_only_the_model_travels() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(TDPFedError, match=r"^algorithm\.adaptive: .*'head\*' matches no parameter"):
         small.train(FedALA(adaptive=("head*",)), 0)
+    with pytest.raises(TDPFedError, match=r"^algorithm\.adaptive: \(\) given, must be at least one pattern"):
+        small.train(FedALA(adaptive=()), 0)

@@ -24,9 +24,9 @@ class FedMac(FedAvg):
 
     name = "fedmac"
 
-    lam: float = hyper(4.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38)
+    lam: float = hyper(1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38)
     gamma: float = hyper(
-        4.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38
+        1.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38
     )
     rho: float = hyper(1.0, "width in which the sparsity term is smooth; smaller is nearer to the l1-norm", above=0)
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)

@@ -1,7 +1,8 @@
 """HypCluster (Mansour et al., 2020), also known as IFCA (Ghosh et al., 2020): clients sort themselves into clusters.
 
-A client chooses the one of the server's models that has the least loss on its own data, trains it, and sends the change
-and its choice. The server averages the changes within each cluster.
+A client chooses the server's model with the least loss on its own data, trains it, and sends change and choice. The
+server averages within each cluster. In the first rounds clusters are drawn instead: otherwise all clients choose the
+model that happens to start best, and no other is ever trained.
 """
 
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch.nn.functional import one_hot
 
 from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
+from tdpfed.core.draws import dealt
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
@@ -25,8 +27,10 @@ class HypCluster(FedAvg):
     name = "hypcluster"
     averages_all = False
     summable = False
+    averaged = ("models",)
 
     clusters: int = hyper(2, "number of clusters, each with a model of its own", least=1, most=10**4)
+    drawn_rounds: int = hyper(1, "rounds at the start in which a client's cluster is drawn at random", least=0)
     choice_batches: int = hyper(5, "minibatches on which a client compares the models", least=1, most=10**6)
 
     def bind(self, layout: Layout, population: int, most_samples: int = 0) -> Self:
@@ -54,11 +58,6 @@ class HypCluster(FedAvg):
         """The change of the chosen model, and a 1 at its number."""
         return {"change": self.layout, "choice": self.clusters}
 
-    @property
-    def averaged(self) -> tuple[str, ...]:
-        """The models of the clusters."""
-        return ("models",)
-
     def init(self, theta: Tensor, generator: torch.Generator) -> State:
         """Start the first model as given, the others with the same values of each parameter in another order."""
         parts = [part.flatten() for part in self.layout.split(theta) * (self.clusters - 1)]
@@ -66,7 +65,7 @@ class HypCluster(FedAvg):
         return {"models": torch.cat([theta, *others])}
 
     def init_private(self, theta: Tensor) -> State:
-        """Keep the trained model and the choice."""
+        """Keep the trained model, and the choice."""
         return {"theta": theta, "choice": theta.new_zeros(self.clusters)}
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
@@ -75,7 +74,10 @@ class HypCluster(FedAvg):
         models = message["models"].unflatten(-1, (self.clusters, self.layout.size))
         batches = [local.batch(self.tau + t) for t in range(self.choice_batches if self.clusters > 1 else 0)]
         losses = [sum((local.loss(w, one) for one in batches), 0 * w[..., 0]) for w in models.unbind(-2)]
-        number = torch.stack(losses, -1).argmin(-1)
+        drawn = torch.as_tensor(local.turn.round, device=models.device) <= self.drawn_rounds
+        number = torch.where(
+            drawn, dealt(local.turn, self.population, self.clusters), torch.stack(losses, -1).argmin(-1)
+        )
         w = torch.take_along_dim(models, number[..., None, None], -2).squeeze(-2)
         choice = one_hot(number, self.clusters).to(models)
         theta, loss = local.descend(w, lr=self.eta)

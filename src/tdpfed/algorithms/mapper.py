@@ -20,7 +20,7 @@ class Mapper(FedAvg):
     name = "mapper"
 
     mixes: tuple[float, ...] = hyper(
-        (0.0, 0.5, 1.0), "candidates for lambda, the share of the client's own model", least=0, most=1
+        (0.0, 0.5, 0.8), "candidates for lambda, the share of the client's own model", least=0, most=1
     )
     validation: float = hyper(
         0.2, "share of each client's training samples that is held out to choose lambda", above=0, below=1

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Update
+from tdpfed.algorithms.base import Update, hyper
 from tdpfed.algorithms.fedpara import FedPara
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
@@ -23,6 +23,8 @@ class PFedPara(FedPara):
     """FedPara with a private second product."""
 
     name = "pfedpara"
+
+    eta: float = hyper(0.05, "learning rate of the factors", above=0, most=1e38, rate=True)
 
     @cached_property
     def hadamard(self) -> HadamardPlan:

@@ -46,6 +46,7 @@ class Stream(IntEnum):
     HOLD_OUT = 11
     VALIDATION = 12
     PUBLIC = 13
+    CLUSTER = 14
 
 
 def mix(x: Bits) -> Bits:
@@ -148,6 +149,12 @@ def own_indices(
     seed = seed[:, None, None] if isinstance(seed, Tensor) and seed.ndim else seed
     bits = key(seed, Stream.HOLD_OUT, clients[:, None, None])
     return start[:, None, None] + permute(place, size[:, None, None], bits)
+
+
+def dealt(turn: Turn, population: int, groups: int) -> Tensor:
+    """Return a group for each of the turn's clients, ``(...)``: drawn once for a run, and groups of even sizes."""
+    size = torch.full((), population, device=turn.clients.device)
+    return permute(turn.clients, size, key(turn.seed, Stream.CLUSTER).to(size.device)) % groups
 
 
 def choose(seed: int, stream: Stream, round_: int, population: int, count: int, attempt: int = 0) -> Tensor:

@@ -36,8 +36,11 @@ class RecordedFunction:
         return found(*given)
 
     def _recorded(self, *given: Tensor) -> Function:
+        def record(*tensors: Tensor) -> Tensor:  # make_fx reads the signature: a bound method's would not do
+            return self._function(*tensors)
+
         try:
-            graph = without_unit_products(make_fx(self._function)(*given))
+            graph = without_unit_products(make_fx(record)(*given))
             made = called_directly(simplified(graph) if given[0].device.type == "cpu" else graph)
             made(*given)  # checks that it runs
         except MemoryError:
