@@ -76,7 +76,10 @@ class Problem:
 
     @property
     def plain(self) -> PlainLocal:
-        return PlainLocal(self._turn, TAU, self.batches.__getitem__, self.objective.gradient)
+        objective = self.objective
+        return PlainLocal(
+            self._turn, TAU, self.batches.__getitem__, objective.gradient, hessian_product=objective.hessian_product
+        )
 
     @property
     def fast(self) -> FastLocal:

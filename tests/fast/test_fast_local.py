@@ -12,6 +12,7 @@ from tdpfed.core.layout import Ranges
 from tdpfed.core.local import FactorRule, Factors, LocalWork
 from tdpfed.core.state import State
 from tdpfed.cp.plan import FactorPlan
+from tdpfed.errors import TDPFedError
 from tdpfed.fast.graph_rewrites import InPlace
 
 LR, LAM = 0.05, 3.0
@@ -261,3 +262,35 @@ def test_what_a_method_asks_for_is_noted() -> None:
     local.proximal(whole.theta, whole.batches[0], **options, steps=2)
     local.factors(PLANS[2], drawn(PLANS[2], 3)[0], FactorRule("gd", FACTOR_LR), {})
     assert seen == {"gradient", "descend", "proximal", "plain steps", "factors"}
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+def test_a_loss_is_that_of_the_gradient(model: str) -> None:
+    whole = local_work.problem(model)
+    together = whole.fast.loss(whole.theta, whole.batches[0])
+    for k, one in enumerate(whole.each()):
+        expected = one.plain.gradient(one.theta, one.batches[0])[1]
+        for found in (together[k], one.fast.loss(one.theta, one.batches[0]), one.plain.loss(one.theta, one.batches[0])):
+            close(found, expected)
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+def test_a_product_with_the_hessian_is_a_difference_of_gradients(model: str) -> None:
+    """And the fast one is the plain one."""
+    whole, step = local_work.problem(model), 1e-5
+    together = whole.fast.hessian_product(whole.theta, whole.batches[0], whole.anchor)
+    for k, one in enumerate(whole.each()):
+        batch, product = one.batches[0], one.plain.hessian_product(one.theta, one.batches[0], one.anchor)
+        close(together[k], product)
+        close(one.fast.hessian_product(one.theta, batch, one.anchor), product)
+        ahead, behind = (one.plain.gradient(one.theta + s * one.anchor, batch)[0] for s in (step, -step))
+        torch.testing.assert_close(product, (ahead - behind) / (2 * step), rtol=1e-4, atol=1e-6)
+    assert float(together.norm()) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["validation", "public", "positions"])
+def test_what_a_round_has_not_is_refused(kind: str) -> None:
+    whole = local_work.problem("wide")
+    for local in (whole.fast, whole.plain):
+        with pytest.raises(TDPFedError, match=r"^algorithm\.name: the method needs "):
+            getattr(local, kind)(0)

@@ -98,10 +98,7 @@ def test_a_client_that_never_took_part_has_the_common_state(form: str) -> None:
 # What the server sends
 
 
-DOWN = {
-    codec: Wire(down="factors", down_terms=2, down_codec=codec)
-    for codec in ("float32", "float16", "int8", "int4")
-}
+DOWN = {codec: Wire(down="factors", down_terms=2, down_codec=codec) for codec in ("float32", "float16", "int8", "int4")}
 
 
 @pytest.mark.parametrize("kernels", ["matrix", "tensor"])

@@ -13,8 +13,8 @@ from tdpfed.engine.attacks import attack
 from tdpfed.errors import TDPFedError
 from tdpfed.wire import Expected, Wire, decode, encode, validate
 from tdpfed.wire.blocks import MatrixTerms, TensorTerms
-from tdpfed.wire.channel import Channel, error_of, relative_norms, vectors_of
-from tdpfed.wire.forms import Blocks, TopK
+from tdpfed.wire.channel import Channel, error_of, vectors_of
+from tdpfed.wire.forms import LARGEST_CHANGE, Blocks, TopK, too_large
 
 KEEPING = [label for label in forge.CHANGES if forge.WIRES[label].keeps_lost]
 
@@ -319,7 +319,9 @@ def test_factors_in_another_gauge_compose_the_same_change(shape: tuple[int, ...]
     assert float((averaged - honest).norm()) > float(honest.norm())
 
 
-def test_relative_norms_are_the_largest_of_a_clients_entries() -> None:
-    unchanged = {"a": torch.zeros(3, 4), "b": torch.full((3, 4), 10.0)}
-    seen = {"a": torch.tensor([[3.0, 4.0, 0, 0]]) * torch.tensor([[0.0], [1.0], [2.0]]), "b": unchanged["b"] + 20.0}
-    assert relative_norms(seen, unchanged).tolist() == [2.0, 5.0, 10.0]
+def test_a_change_is_too_large_beyond_the_bound_and_if_it_is_not_finite() -> None:
+    unchanged = torch.full((6, 4), 10.0)  # of norm 20
+    sizes = torch.tensor([0.0, 0.99, 1.01, float("nan"), float("inf"), 1e25]) * LARGEST_CHANGE * 10.0
+    assert too_large(torch.ones(6, 4) * sizes[:, None], unchanged).tolist() == [False, False, True, True, True, True]
+    assert not too_large(torch.tensor([[0.5 * LARGEST_CHANGE]]), torch.zeros(1, 1)).any()
+    assert too_large(torch.tensor([[1.5 * LARGEST_CHANGE]]), torch.zeros(1, 1)).all()

@@ -3,17 +3,26 @@
 from tdpfed.algorithms.apfl import APFL
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.by_name import load
+from tdpfed.algorithms.dapper import Dapper
 from tdpfed.algorithms.ditto import Ditto
+from tdpfed.algorithms.fedala import FedALA
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.algorithms.fedavg_sar import FedAvgSAR
 from tdpfed.algorithms.fedbabu import FedBABU
+from tdpfed.algorithms.fedmac import FedMac
+from tdpfed.algorithms.fedpara import FedPara
 from tdpfed.algorithms.fedper import FedPer
 from tdpfed.algorithms.fedprox import FedProx
 from tdpfed.algorithms.fedrep import FedRep
+from tdpfed.algorithms.finetune import FineTune
+from tdpfed.algorithms.hypcluster import HypCluster
 from tdpfed.algorithms.lgfedavg import LGFedAvg
 from tdpfed.algorithms.local import Local
+from tdpfed.algorithms.mapper import Mapper
+from tdpfed.algorithms.mocha import Mocha
 from tdpfed.algorithms.perfedavg import PerFedAvg
 from tdpfed.algorithms.pfedme import PFedMe
+from tdpfed.algorithms.pfedpara import PFedPara
 from tdpfed.algorithms.scaffold import Scaffold
 from tdpfed.algorithms.tdpfed import TDPFed
 from tdpfed.core.local import LocalWork
@@ -25,6 +34,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     for algorithm in (
         TDPFed, FedAvg, FedAvgSAR, PFedMe, PerFedAvg, Local,
         FedProx, Scaffold, Ditto, APFL, FedPer, FedRep, LGFedAvg, FedBABU,
+        FedALA, FedPara, PFedPara, FineTune,
+        HypCluster, Mapper, Dapper, FedMac, Mocha,
     )
 }  # fmt: skip
 DEFAULT = TDPFed.name
@@ -38,24 +49,33 @@ COMPARED = (TDPFed.name, PFedMe.name, FedAvg.name, Local.name)
 
 __all__ = [
     "ALGORITHMS",
-    "AVERAGED",
     "APFL",
+    "AVERAGED",
     "COMPARED",
     "DEFAULT",
     "Algorithm",
     "Average",
+    "Dapper",
     "Ditto",
     "Entries",
+    "FedALA",
     "FedAvg",
     "FedAvgSAR",
     "FedBABU",
+    "FedMac",
+    "FedPara",
     "FedPer",
     "FedProx",
     "FedRep",
+    "FineTune",
+    "HypCluster",
     "LGFedAvg",
     "Local",
     "LocalWork",
+    "Mapper",
+    "Mocha",
     "PFedMe",
+    "PFedPara",
     "PerFedAvg",
     "Scaffold",
     "State",

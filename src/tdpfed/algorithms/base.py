@@ -72,6 +72,14 @@ class Algorithm(ABC):
     """Whether all clients of a round receive the same message."""
     counts_clients: ClassVar[bool] = False
     """Whether the server computes with the number of clients that took part, which is a secret with privacy."""
+    averages: ClassVar[bool] = True
+    """Whether the server averages uploads, so that robust rules apply."""
+    averages_all: ClassVar[bool] = True
+    """Whether all clients of a round count in the same average; differential privacy needs that."""
+    per_sample: ClassVar[bool] = False
+    """Whether private state holds values for each of a client's training samples, ``most_samples`` of them."""
+    reports_change: ClassVar[bool] = False
+    """Whether records say by how much each client's accuracy is above that of the global model."""
     has_envelope: ClassVar[bool] = False
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 
@@ -83,6 +91,8 @@ class Algorithm(ABC):
     bound_layout: Layout | None = field(default=None, repr=False, metadata={"bound": True})
     population: int = field(default=0, repr=False, metadata={"bound": True})
     """Number of clients in the federation; 0 before the method is bound to one."""
+    most_samples: int = field(default=0, repr=False, metadata={"bound": True})
+    """The most training samples that a client has; 0 where it is not known."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -103,9 +113,9 @@ class Algorithm(ABC):
                 )
         return found
 
-    def bind(self, layout: Layout, population: int) -> Self:
+    def bind(self, layout: Layout, population: int, most_samples: int = 0) -> Self:
         """Return this method for models of ``layout`` in a federation of ``population`` clients."""
-        return replace(self, bound_layout=layout, population=population)
+        return replace(self, bound_layout=layout, population=population, most_samples=most_samples)
 
     @property
     def layout(self) -> Layout:
@@ -149,7 +159,7 @@ class Algorithm(ABC):
     @property
     def averaged(self) -> tuple[str, ...]:
         """The server's entries that are averages of uploads: a server optimizer may step on them instead."""
-        return tuple(name for name in self.up() if name in self.down())
+        return tuple(name for name in self.up() if name in self.down()) if self.averages else ()
 
     @property
     def plan(self) -> FactorPlan | None:
@@ -169,6 +179,16 @@ class Algorithm(ABC):
     def draws(self) -> int:
         """The expected number of minibatches per client and round; more are drawn on request."""
         return self.tau
+
+    @property
+    def held_out(self) -> float:
+        """The share of each client's training samples that is kept for validation."""
+        return 0.0
+
+    @property
+    def public_samples(self) -> int:
+        """The number of samples that all clients have in common."""
+        return 0
 
     # -- the functions
 

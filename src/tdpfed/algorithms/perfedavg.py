@@ -1,7 +1,8 @@
 """Per-FedAvg (Fallah et al., 2020): learn an initialization that one gradient step adapts to a client's data.
 
 Each local step adapts on one minibatch, ``v = w - alpha g(w; D)``, and descends along the gradient of ``f(v)`` in w:
-at v alone (first-order), or with the Hessian factor approximated by a difference of gradients (Hessian-free).
+at v alone (first-order), with the Hessian factor approximated by a difference of gradients (Hessian-free), or with the
+exact product of Hessian and gradient.
 """
 
 from typing import Literal
@@ -20,7 +21,9 @@ class PerFedAvg(FedAvg):
     name = "perfedavg"
 
     alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38, rate=True)
-    variant: Literal["first-order", "hessian-free"] = hyper("first-order", "how the adaptation step is differentiated")
+    variant: Literal["first-order", "hessian-free", "exact"] = hyper(
+        "first-order", "how the adaptation step is differentiated"
+    )
     delta: float = hyper(
         1e-3, "hessian-free: half the distance between the two points of the gradient difference", above=0
     )
@@ -37,7 +40,7 @@ class PerFedAvg(FedAvg):
         for t in range(self.tau):
             adapted = w - self.alpha * local.gradient(w, local.batch(self.tau + t))[0]
             g, loss = local.gradient(adapted, local.batch(t))
-            if self.variant == "hessian-free":
+            if self.variant != "first-order":
                 g = g - self.alpha * self._hessian_times(g, w, local, t)
             w = w - self.eta * g
         theta = w - self.alpha * local.gradient(w, local.batch(3 * self.tau))[0]
@@ -45,6 +48,8 @@ class PerFedAvg(FedAvg):
 
     def _hessian_times(self, g: Tensor, w: Tensor, local: LocalWork, t: int) -> Tensor:
         batch = local.batch(2 * self.tau + t)
+        if self.variant == "exact":
+            return local.hessian_product(w, batch, g)
         ahead, behind = (local.gradient(w + delta * g, batch)[0] for delta in (self.delta, -self.delta))
         return (ahead - behind) / (2 * self.delta)
 

@@ -107,11 +107,11 @@ def put(values: dict[str, Any], key: str, value: Any, whose: str) -> None:
 def take_back(values: dict[str, Any], key: str) -> None:
     """Remove a full key from nested values, so that its default holds."""
     *sections, name = _parts(key)
+    table: Any = values
     for section in sections:
-        values = values.get(section, {})
-        if not isinstance(values, dict):
-            return
-    values.pop(name, None)
+        table = table.get(section) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table.pop(name, None)
 
 
 def value_of(text: str) -> Any:

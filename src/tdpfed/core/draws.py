@@ -43,6 +43,10 @@ class Stream(IntEnum):
     NOISE = 8
     EVALUATE = 9
     AUGMENT = 10
+    HOLD_OUT = 11
+    VALIDATION = 12
+    PUBLIC = 13
+    CLUSTER = 14
 
 
 def mix(x: Bits) -> Bits:
@@ -93,7 +97,14 @@ def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
 
 
 def batch_indices(
-    seed: int | Tensor, round_: int | Tensor, clients: Tensor, start: Tensor, size: Tensor, draws: int, batch_size: int
+    seed: int | Tensor,
+    round_: int | Tensor,
+    clients: Tensor,
+    start: Tensor,
+    size: Tensor,
+    draws: int,
+    batch_size: int,
+    stream: Stream = Stream.BATCH,
 ) -> Tensor:
     """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
 
@@ -103,8 +114,47 @@ def batch_indices(
     position = torch.arange(draws * batch_size, device=start.device)
     position, start, size = position[None, :], start[:, None], size[:, None]
     seed = seed.unsqueeze(-1) if isinstance(seed, Tensor) else seed
-    bits = key(seed, Stream.BATCH, round_, clients[:, None], position // size)
+    bits = key(seed, stream, round_, clients[:, None], position // size)
     return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
+
+
+def held_out_sizes(size: Tensor, share: float) -> Tensor:
+    """Return how many of each client's ``size`` training samples are held out for validation; at least one."""
+    return (share * size.double() + 1e-9).floor().long().clamp_min(1) if share else torch.zeros_like(size)
+
+
+def own_indices(
+    seed: int | Tensor,
+    round_: int | Tensor,
+    clients: Tensor,
+    start: Tensor,
+    size: Tensor,
+    draws: int,
+    batch_size: int,
+    share: float,
+    validation: bool = False,
+) -> Tensor:
+    """Return :func:`batch_indices` where a share of each client's samples is held out, or with ``validation`` of those.
+
+    Which samples are held out is drawn once for a client and run.
+    """
+    held = held_out_sizes(size, share)
+    kept, first = size - held, torch.zeros_like(size)
+    if not share:
+        return batch_indices(seed, round_, clients, start, size, draws, batch_size)
+    if validation:
+        place = batch_indices(seed, round_, clients, kept, held, draws, batch_size, Stream.VALIDATION)
+    else:
+        place = batch_indices(seed, round_, clients, first, kept, draws, batch_size)
+    seed = seed[:, None, None] if isinstance(seed, Tensor) and seed.ndim else seed
+    bits = key(seed, Stream.HOLD_OUT, clients[:, None, None])
+    return start[:, None, None] + permute(place, size[:, None, None], bits)
+
+
+def dealt(turn: Turn, population: int, groups: int) -> Tensor:
+    """Return a group for each of the turn's clients, ``(...)``: drawn once for a run, and groups of even sizes."""
+    size = torch.full((), population, device=turn.clients.device)
+    return permute(turn.clients, size, key(turn.seed, Stream.CLUSTER).to(size.device)) % groups
 
 
 def choose(seed: int, stream: Stream, round_: int, population: int, count: int, attempt: int = 0) -> Tensor:

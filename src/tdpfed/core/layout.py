@@ -102,6 +102,8 @@ class Layout:
 
     def select(self, patterns: str | Sequence[str], field: str = "patterns") -> "Layout":
         """Return the layout of the parameters that match, as a part of this one."""
+        if not patterns:
+            raise TDPFedError(f"{patterns!r} given, must be at least one pattern", field=field, value=patterns)
         shapes = dict(zip(self.names, self.shapes, strict=True))
         return Layout.of({name: shapes[name] for name in self.matching(patterns, field)})
 

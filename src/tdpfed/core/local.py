@@ -8,7 +8,7 @@ calls compute K clients at once.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,16 @@ from torch import Tensor
 from tdpfed.core import optim
 from tdpfed.core.layout import Layout, Ranges
 from tdpfed.core.state import State, Turn
-from tdpfed.errors import wrong
+from tdpfed.errors import TDPFedError, wrong
+
+T = TypeVar("T")
 
 Batch = tuple[Tensor, Tensor]
 Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Maps parameters and a minibatch to gradient and loss."""
+
+HessianProduct = Callable[[Tensor, Batch, Tensor], Tensor]
+"""Maps parameters, a minibatch and a vector to the product of the loss's Hessian with the vector."""
 
 KEPT = ("moment0", "moment1", "steps")
 """Entries in which a client keeps the state of a factor optimizer between rounds; an optimizer uses the first ones."""
@@ -101,11 +106,23 @@ class Factors(ABC):
         """Take ``steps`` optimizer steps on ``lam/2 ||theta - [[A]]||^2`` with theta fixed; ALS takes one sweep."""
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a round has beside minibatches for the methods that ask for it; None where it is not there."""
+
+    validation: Callable[[int], Batch] | None = None
+    public: Callable[[int], Batch] | None = None
+    positions: Callable[[int], Tensor] | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 class LocalWork(ABC):
     """A client's minibatches, gradients and steps in one round."""
 
-    def __init__(self, turn: Turn, tau: int) -> None:
-        self.turn, self.tau = turn, tau
+    def __init__(self, turn: Turn, tau: int, extras: Extras = NO_EXTRAS) -> None:
+        self.turn, self.tau, self._extras = turn, tau, extras
 
     @abstractmethod
     def batch(self, t: int) -> Batch:
@@ -114,6 +131,14 @@ class LocalWork(ABC):
     @abstractmethod
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the gradient ``(..., P)`` and the mean loss ``(...)`` of parameters on a minibatch."""
+
+    def loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        """Return the mean loss ``(...)`` of parameters on a minibatch."""
+        return self.gradient(theta, batch)[1]
+
+    @abstractmethod
+    def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+        """Return the product ``(..., P)`` of the loss's Hessian on a minibatch with a vector ``(..., P)``."""
 
     @abstractmethod
     def descend(
@@ -157,6 +182,18 @@ class LocalWork(ABC):
         """Yield the first ``count`` minibatches of this round, ``tau`` by default."""
         return (self.batch(t) for t in range(self.tau if count is None else count))
 
+    def validation(self, t: int) -> Batch:
+        """Return minibatch ``t`` of the samples that the method holds out of training (its ``held_out``)."""
+        return _there("validation samples", self._extras.validation)(t)
+
+    def public(self, t: int) -> Batch:
+        """Return minibatch ``t`` of the sample that all clients have in common (the method's ``public_samples``)."""
+        return _there("a public sample", self._extras.public)(t)
+
+    def positions(self, t: int) -> Tensor:
+        """Return which of a client's training samples, numbered from 0, minibatch ``t`` consists of, ``(..., B)``."""
+        return _there("samples that are numbered", self._extras.positions)(t)
+
     def _steps(self, first: int, steps: int | None) -> range:
         """Return the minibatches that ``descend`` uses."""
         count = self.tau if steps is None else steps
@@ -170,6 +207,12 @@ def inside(values: Tensor, ranges: Ranges) -> Tensor:
     found = torch.zeros_like(values)
     for begin, end in ranges:
         found[..., begin:end] = values[..., begin:end]
+    return found
+
+
+def _there(what: str, found: Callable[[int], T] | None) -> Callable[[int], T]:
+    if found is None:
+        raise TDPFedError(f"the method needs {what}, which there are none of here", field="algorithm.name")
     return found
 
 

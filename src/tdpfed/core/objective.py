@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad, grad_and_value, vmap
 
 from tdpfed.core.layout import Layout, refuse_running_statistics
 from tdpfed.core.local import Batch
@@ -105,6 +105,21 @@ class Objective:
             leaf = theta.detach().requires_grad_()
             loss = self.value(leaf, *batch)
             return torch.autograd.grad(loss, leaf)[0], loss.detach()
+
+    def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+        """Return the product ``(..., P)`` of the loss's Hessian with a vector ``(..., P)``."""
+        compute = vmap(self.hessian_product_of_one) if theta.ndim == 2 else self.hessian_product_of_one
+        return compute(theta, *batch, vector)
+
+    def hessian_product_of_one(self, theta: Tensor, x: Tensor, y: Tensor, vector: Tensor) -> Tensor:
+        """Return :meth:`hessian_product` of one client: the gradient of the gradient's product with the vector."""
+
+        def along(theta: Tensor) -> Tensor:
+            gradient: Tensor = grad(self.value)(theta, x, y)
+            return gradient @ vector
+
+        found: Tensor = grad(along)(theta)
+        return found
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether to compute clients one by one: a CPU runs K convolutions faster than one with K groups."""

@@ -10,10 +10,13 @@ from tdpfed.core import optim
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     KEPT,
+    NO_EXTRAS,
     Batch,
+    Extras,
     FactorRule,
     Factors,
     Gradient,
+    HessianProduct,
     LocalWork,
     Near,
     Plan,
@@ -27,9 +30,17 @@ from tdpfed.core.state import State, Turn
 class PlainLocal(LocalWork):
     """Local work in plain PyTorch, step by step."""
 
-    def __init__(self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: Gradient) -> None:
-        super().__init__(turn, tau)
-        self._batch, self._gradient = batch, gradient
+    def __init__(
+        self,
+        turn: Turn,
+        tau: int,
+        batch: Callable[[int], Batch],
+        gradient: Gradient,
+        extras: Extras = NO_EXTRAS,
+        hessian_product: HessianProduct | None = None,
+    ) -> None:
+        super().__init__(turn, tau, extras)
+        self._batch, self._gradient, self._hessian_product = batch, gradient, hessian_product
 
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t``."""
@@ -39,6 +50,11 @@ class PlainLocal(LocalWork):
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return gradient and loss."""
         return self._gradient(theta, batch)
+
+    def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+        """Return the Hessian's product with a vector."""
+        assert self._hessian_product is not None
+        return self._hessian_product(theta, batch, vector)
 
     def descend(
         self,

@@ -114,6 +114,14 @@ def check_privacy(
             "its server computes with the number of participants, which is a secret",
         ),
         (
+            "algorithm.name", algorithm.name, algorithm.communicates and not algorithm.averages_all, "another",
+            "its server does more with an upload than to average all of them",
+        ),
+        (
+            "algorithm.name", algorithm.name, algorithm.public_samples > 0, "another",
+            "its public sample shows data of clients as they are",
+        ),
+        (
             "algorithm.weights", algorithm.weights, algorithm.weights != "uniform", "'uniform'",
             "every client must have the same influence on the average",
         ),
@@ -134,6 +142,19 @@ def check_privacy(
     ):  # fmt: skip
         if bad:
             errors.append(wrong(field, value, f"{allowed} with privacy: {why}"))
+    raise_all(errors)
+
+
+def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule) -> None:
+    """Refuse settings that a method cannot work with; all errors together."""
+    errors = []
+    if not algorithm.averages and rule != Rule():
+        allowed = f"'mean' without clipping: the server of {algorithm.name!r} averages no uploads"
+        errors.append(wrong("robust.name", rule.name, allowed))
+    if algorithm.held_out and bool((federation.train_size < 2).any()):
+        client = int(federation.train_size.argmin())
+        allowed = f"left out, or data with at least 2 training samples for every client: client {client} has 1"
+        errors.append(wrong("algorithm.validation", algorithm.held_out, allowed))
     raise_all(errors)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from tdpfed.core.local import Batch
+from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.precision import arithmetic
 from tdpfed.engine.runners import MIN_CLIENTS, Updates, as_state
@@ -72,7 +72,8 @@ class Ensemble:
         draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
         seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
         turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
-        local = runner.local(turn, _concatenated(draws))
+        pairs = zip(self.simulations, turns, strict=True)
+        local = runner.local(turn, _concatenated(draws), _together([one.runner.extras(turn) for one, turn in pairs]))
         return runner.updated(_joined(messages), _joined(private), local)
 
     @cached_property
@@ -105,3 +106,15 @@ def _concatenated(draws: Sequence[Callable[[int], Batch]]) -> Callable[[int], Ba
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
     return batches
+
+
+def _together(extras: Sequence[Extras]) -> Extras:
+    """Return what the clients of several runs have beside minibatches; None where one run has it not."""
+    validation = [one.validation for one in extras if one.validation is not None]
+    public = [one.public for one in extras if one.public is not None]
+    numbers = [one.positions for one in extras if one.positions is not None]
+    return Extras(
+        _concatenated(validation) if len(validation) == len(extras) else None,
+        _concatenated(public) if len(public) == len(extras) else None,
+        lambda step: torch.cat([found(step) for found in numbers]),
+    )

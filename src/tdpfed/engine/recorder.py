@@ -46,12 +46,14 @@ class Recorder:
         honest = personal.of(self.honest[self.evaluated])
         local = None if trained is None else self._local(*trained)
         shipped = self.algorithm.global_model(server)
-        common = None
+        common = changes = None
+        accuracies = self._by_client(personal.per_client())
         if shipped is not None:
-            common = self._score(self.evaluated, lambda _: shipped).of(self.honest[self.evaluated])
-        accuracies: list[float | None] = [None] * self.federation.clients
-        for client, accuracy in zip(self.evaluated.tolist(), personal.per_client(), strict=True):
-            accuracies[client] = accuracy
+            everybody = self._score(self.evaluated, lambda _: shipped)
+            common = everybody.of(self.honest[self.evaluated])
+            if self.algorithm.reports_change:
+                pairs = zip(personal.per_client(), everybody.per_client(), strict=True)
+                changes = self._by_client([None if a is None or b is None else a - b for a, b in pairs])
         return Record(
             round=round_,
             loss=self.train_loss(trained),
@@ -68,7 +70,15 @@ class Recorder:
             diagnostics=diagnostics,
             rejected=ledger.rejected,
             epsilon=epsilon,
+            client_change=changes,
         )
+
+    def _by_client(self, values: list[float | None]) -> list[float | None]:
+        """Return values of the evaluated clients by client id; None for the others."""
+        found: list[float | None] = [None] * self.federation.clients
+        for client, value in zip(self.evaluated.tolist(), values, strict=True):
+            found[client] = value
+        return found
 
     def train_loss(self, trained: tuple[Tensor, Updates] | None) -> float | None:
         """Return the mean over honest clients of the last minibatch's loss; None if none trained."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.draws import batch_indices
-from tdpfed.core.local import Batch, LocalWork
+from tdpfed.core.draws import own_indices
+from tdpfed.core.extras import extras_of
+from tdpfed.core.local import NO_EXTRAS, Batch, Extras, LocalWork
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.state import State, Turn
@@ -69,6 +70,7 @@ class Runner:
     chunk: int | None = None  # clients computed together; None: as many as fit
     graphs: bool = True  # on a GPU: record a round and replay it
     precision: Precision = "float32"
+    public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
 
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
@@ -120,18 +122,29 @@ class Runner:
 
         return batch
 
+    def extras(self, turn: Turn) -> Extras:
+        """Return what the turn's clients have beside minibatches."""
+        data, algorithm, clients = self.federation, self.algorithm, turn.clients
+        return extras_of(
+            turn, (data.x, data.y), data.train_start[clients], data.train_size[clients], expected=algorithm.draws,
+            batch_size=algorithm.batch_size, held_out=algorithm.held_out, public=self.public,
+        )  # fmt: skip
+
     def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
         """Return the samples the turn's clients see, ``(..., draws, B)``; by default as many as the method expects."""
         data, clients = self.federation, turn.clients.reshape(-1)
         draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
-        index = batch_indices(turn.seed, turn.round, clients, start, held, draws, size)
+        share = self.algorithm.held_out
+        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, share)
         return index.reshape(*turn.clients.shape, draws, size)
 
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
         """Run a single client with the plain local work."""
         alone = replace(turn, clients=turn.clients[row])
-        local = PlainLocal(alone, self.algorithm.tau, self.batches(alone), self.objective.gradient)
+        tau, objective = self.algorithm.tau, self.objective
+        product = objective.hessian_product
+        local = PlainLocal(alone, tau, self.batches(alone), objective.gradient, self.extras(alone), product)
         own = {name: rows[row] for name, rows in private.items()}
         updates = self.updated(self.algorithm.broadcast(server, alone), own, local)
         return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
@@ -156,12 +169,12 @@ class Runner:
     def _computed(
         self, server: State, private: State, turn: Turn, index: Tensor | None = None
     ) -> tuple[State, State, State]:
-        local = self.local(turn, self.batches(turn, index))
+        local = self.local(turn, self.batches(turn, index), self.extras(turn))
         return self.updated(self.algorithm.broadcast(server, turn), private, local)
 
-    def local(self, turn: Turn, batches: Callable[[int], Batch]) -> FastLocal:
+    def local(self, turn: Turn, batches: Callable[[int], Batch], extras: Extras = NO_EXTRAS) -> FastLocal:
         """Return the local work of the turn's clients, all at once."""
-        return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used)
+        return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used, extras)
 
     def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
         """Return the clients' results, checked against what the method declares, and whether all are finite."""

@@ -19,6 +19,7 @@ from tdpfed.engine import checks
 from tdpfed.engine.attacks import Attack, attackers, flip_labels
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.precision import Precision, arithmetic
+from tdpfed.engine.public import public_sample, sample_bytes
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.recorder import Recorder
 from tdpfed.engine.runners import Runner, RunnerName, Updates
@@ -77,7 +78,9 @@ class Simulation:
         self.honest = ~hostile  # only honest clients count in mean accuracies
         if attack is not None and attack.kind == "label-flip":
             federation = flip_labels(federation, hostile)
-        self.algorithm = algorithm.bind(self.objective.layout, federation.clients)
+        most = int(federation.train_size.max()) if algorithm.per_sample else 0
+        self.algorithm = algorithm.bind(self.objective.layout, federation.clients, most)
+        checks.check_needs(self.algorithm, federation, rule)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
         self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
@@ -96,10 +99,13 @@ class Simulation:
             self.accountant = Accountant(privacy, (participation.clients or federation.clients) / federation.clients)
             self.accountant.check_affordable(1)
         self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant, server_step)
+        self.public = public_sample(self.algorithm, federation, seed)  # before other clients' samples are left out
         if ranks.world > 1:
             federation = federation.only(ranks.own(torch.arange(federation.clients)))
         self.federation = federation
-        self.runner = Runner(self.algorithm, self.objective, federation, runner, chunk, precision=precision)
+        self.runner = Runner(
+            self.algorithm, self.objective, federation, runner, chunk, precision=precision, public=self.public
+        )
         server, start = initial_state(self.algorithm, self.objective.initial(), seed)
         self.server = server | server_step.start(server, self.algorithm) | self.downlink.start(server)
         private = self.algorithm.init_private(start) | self.channel.start(start)
@@ -256,6 +262,10 @@ class Simulation:
 
     def _count(self, turn: Turn, reported: Tensor) -> None:
         """Add the exact sizes of the round's messages, headers included, to the ledger."""
+        if self.public is not None and not self.ledger.client_rounds:  # collected and sent to all before round 1
+            size = sample_bytes(self.public)
+            self.ledger.uplink += size
+            self.ledger.downlink += size * self.federation.clients
         self.ledger.downlink += self.downlink.bytes(self.server, turn.clients, self.round + 1)
         self.ledger.uplink += int(reported.sum()) * self.channel.form.bytes
         self.ledger.client_rounds += len(turn.clients)

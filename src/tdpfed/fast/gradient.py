@@ -15,6 +15,7 @@ from tdpfed.core.layout import Ranges
 from tdpfed.core.local import Batch, Near, inside
 from tdpfed.core.objective import Objective
 from tdpfed.fast.optim import after_gradient, aligned_copy, aligned_empty, is_aligned
+from tdpfed.fast.recorded_function import RecordedFunction
 from tdpfed.fast.recorded_gradient import Replayed
 
 
@@ -26,6 +27,9 @@ class RecordedGradient:
         self._functions = grad_and_value(objective.value), vmap(grad_and_value(objective.value))
         self._one, self._many = map(Replayed, self._functions)
         self._of_parts: dict[Ranges, tuple[Replayed, Replayed]] = {}
+        product = objective.hessian_product_of_one
+        self._losses = RecordedFunction(objective.value), RecordedFunction(vmap(objective.value))
+        self._products = RecordedFunction(product), RecordedFunction(vmap(product))
 
     def __call__(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return gradient ``(..., P)`` and loss ``(...)``."""
@@ -35,6 +39,23 @@ class RecordedGradient:
             gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
             return torch.stack(gradients), torch.stack(losses)
         return self._many(theta, *batch)
+
+    def loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        """Return the loss ``(...)``."""
+        return self._each(self._losses, theta, *batch)
+
+    def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+        """Return the product of the Hessian with a vector, ``(..., P)``."""
+        return self._each(self._products, theta, *batch, vector)
+
+    def _each(self, functions: tuple[RecordedFunction, RecordedFunction], *given: Tensor) -> Tensor:
+        """Call the function of one client or that of many."""
+        one, many = functions
+        if given[0].ndim == 1:
+            return one(*given)
+        return (
+            torch.stack([one(*row) for row in zip(*given, strict=True)]) if self._one_by_one(given[0]) else many(*given)
+        )
 
     def descend(
         self,

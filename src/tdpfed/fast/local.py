@@ -5,7 +5,18 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tdpfed.core.layout import Ranges
-from tdpfed.core.local import Batch, FactorRule, Factors, LocalWork, Near, Plan, check_minibatch, check_steps
+from tdpfed.core.local import (
+    NO_EXTRAS,
+    Batch,
+    Extras,
+    FactorRule,
+    Factors,
+    LocalWork,
+    Near,
+    Plan,
+    check_minibatch,
+    check_steps,
+)
 from tdpfed.core.plain import start_factors
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
@@ -17,9 +28,15 @@ class FastLocal(LocalWork):
     """Local work on recorded gradients; ``used`` collects the kinds of work that a method uses."""
 
     def __init__(
-        self, turn: Turn, tau: int, batch: Callable[[int], Batch], gradient: RecordedGradient, used: set[str]
+        self,
+        turn: Turn,
+        tau: int,
+        batch: Callable[[int], Batch],
+        gradient: RecordedGradient,
+        used: set[str],
+        extras: Extras = NO_EXTRAS,
     ) -> None:
-        super().__init__(turn, tau)
+        super().__init__(turn, tau, extras)
         self._batch, self._gradient, self._used = batch, gradient, used
 
     def batch(self, t: int) -> Batch:
@@ -31,6 +48,16 @@ class FastLocal(LocalWork):
         """Return gradient and loss."""
         self._used.add("gradient")
         return self._gradient(theta, batch)
+
+    def loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        """Return the loss, without its gradient."""
+        self._used.add("gradient")
+        return self._gradient.loss(theta, batch)
+
+    def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
+        """Return the Hessian's product with a vector."""
+        self._used.add("gradient")
+        return self._gradient.hessian_product(theta, batch, vector)
 
     def descend(
         self,

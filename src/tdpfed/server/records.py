@@ -25,6 +25,7 @@ class Record:
     diagnostics: dict[str, float] | None = None
     rejected: int = 0  # uploads refused so far
     epsilon: float | None = None  # spent so far; None without differential privacy
+    client_change: list[float | None] | None = None  # personalized minus global accuracy, if the method reports it
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON; values that are not finite become None."""
