@@ -16,6 +16,10 @@ from tdpfed.algorithms import DEFAULT, find
 from tdpfed.config.sections import ALGORITHM, SECTIONS, Config
 from tdpfed.core.setting import build, read
 from tdpfed.errors import TDPFedError, raise_all, unknown, wrong
+from tdpfed.files import read_file
+
+CONFIG_BYTES = 1 << 20
+"""Most bytes of a configuration file."""
 
 TABLES = "algorithms"
 """The table of tables ``[algorithms.NAME]``."""
@@ -46,10 +50,10 @@ def load_config(source: str = "digits", overrides: Sequence[str] | None = None) 
 
 def raw_config(source: str, overrides: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the values of a preset or file with overrides applied, not checked."""
-    values = _overridden(_read(source), overrides)
+    values = overridden(_read(source), overrides)
     if source in presets() and values["data"].get("name") != _read(source)["data"]["name"]:
         # A preset's data settings do not apply to another data set.
-        values = _overridden({**_read(source), "data": {}}, overrides)
+        values = overridden({**_read(source), "data": {}}, overrides)
     return values
 
 
@@ -107,9 +111,19 @@ def put(values: dict[str, Any], key: str, value: Any, whose: str) -> None:
 def value_of(text: str) -> Any:
     """Parse a value written as TOML; a bare word is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except TDPFedError:
         return text.strip()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; whatever is wrong with it, also depth and length of numbers, is a :class:`TDPFedError`."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise TDPFedError("nested too deeply") from None
+    except ValueError as error:  # also an integer of thousands of digits
+        raise TDPFedError(" ".join(str(error).split())) from None
 
 
 def to_toml(config: Config) -> str:
@@ -164,18 +178,23 @@ def _read(source: str) -> dict[str, Any]:
     names = presets()
     if source in names:
         return tomllib.loads(preset_text(source))
-    path = Path(source)
+    try:
+        path = Path(source)
+        text = read_file(path, most=CONFIG_BYTES).decode() if path.suffix == ".toml" else ""
+    except OSError as error:
+        raise TDPFedError(f"cannot read {source!r} ({error.strerror})", field="configuration") from None
+    except ValueError as error:  # not UTF-8, or a name with a zero byte
+        raise TDPFedError(f"{source!r} is not valid TOML ({error})", field="configuration") from None
     if path.suffix != ".toml":
         raise unknown("preset", source, [*names, "a path ending in .toml"])
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TDPFedError(f"cannot read {source!r} ({error.strerror})", field="configuration") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_toml(text)
+    except TDPFedError as error:
         raise TDPFedError(f"{source!r} is not valid TOML ({error})", field="configuration") from None
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[str, Any]:
+def overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[str, Any]:
+    """Return nested values with ``section.key=value`` overrides applied, in place."""
     errors: list[TDPFedError] = []
     for text in overrides or []:
         key, equals, raw = text.partition("=")
