@@ -29,7 +29,8 @@ from tdpfed.data import Federation
 from tdpfed.engine.ranks import joined
 from tdpfed.engine.simulation import Simulation
 from tdpfed.models import build
-from tdpfed.runs.checkpoints import Checkpoints, snapshot_of
+from tdpfed.runs.checkpoints import Checkpoints
+from tdpfed.runs.snapshot import snapshot_of
 from tdpfed.server.participation import Participation
 
 POPULATIONS = (200, 1000, 3000, 10_000)

@@ -6,7 +6,6 @@ those of the undisturbed run, bit for bit.
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+import small
 from tdpfed.runs.session import Session
 
 ALGORITHMS = ("tdpfed", "pfedme", "fedavg")
@@ -141,15 +141,11 @@ def compare(left: Path, right: Path) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [plain(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return small.lines(folder / "metrics.jsonl", "seconds")
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    return plain(json.loads((folder / "summary.json").read_text()))
-
-
-def plain(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key != "seconds"}
+    return {key: value for key, value in small.summary(folder / "summary.json").items() if key != "seconds"}
 
 
 def main() -> None:

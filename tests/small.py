@@ -1,7 +1,9 @@
 """Small models, federations and algorithm settings shared by the tests."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -163,6 +165,21 @@ def equal(left: Simulation, right: Simulation) -> bool:
 def carries(total: int, messages: int, values: int) -> bool:
     """Whether ``total`` bytes fit ``messages`` messages of ``values`` float32 values, with a header each."""
     return messages * 4 * values <= total <= messages * (4 * values + 700)
+
+
+SUMS = ("previous", "sha256", "files")
+"""The keys under which the files of a run hold checksums."""
+
+
+def lines(path: Path, *without: str) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file of lines, without their checksums and other keys; none if there is no file."""
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{key: value for key, value in line.items() if key not in (*SUMS, *without)} for line in found]
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return a summary in a file, without its checksums."""
+    return {key: value for key, value in json.loads(path.read_text()).items() if key not in SUMS}
 
 
 def store(values: dict[str, Tensor]) -> Store:

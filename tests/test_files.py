@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tdpfed.errors import TDPFedError
-from tdpfed.files import part_of, write_errors, write_file, write_folder, write_part
+from tdpfed.files import append, part_of, read_file, write_errors, write_file, write_folder, write_part
 
 CALLS = ("open", "write", "fsync", "replace")
 
@@ -121,6 +121,36 @@ def test_places_that_cannot_be_written_to_are_named(tmp_path: Path) -> None:
         write_errors("--out", Path("x")),
     ):
         raise OSError("no number")
+
+
+def test_text_is_added_to_a_regular_file_of_one_name_alone(tmp_path: Path) -> None:
+    append(tmp_path / "file", "one\n")
+    append(tmp_path / "file", "zwölf\n")
+    assert (tmp_path / "file").read_text() == "one\nzwölf\n"
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    os.link(tmp_path / "file", tmp_path / "second name")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "dangling", "second name", "file", "pipe", ".", "none/below"):
+        with pytest.raises(OSError, match=r".+"):
+            append(tmp_path / name, "three\n")
+    assert (tmp_path / "file").read_text() == "one\nzwölf\n"
+    assert not (tmp_path / "none").exists()
+
+
+def test_only_regular_files_are_read_and_no_more_than_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_file(tmp_path / "file") == read_file(tmp_path / "link", most=5) == b"12345"
+    for name in ("pipe", "endless", ".", "none"):
+        with pytest.raises(OSError, match=r".+"):
+            read_file(tmp_path / name)
+    with pytest.raises(OSError, match="longer than 4 bytes"):
+        read_file(tmp_path / "file", most=4)
+    with pytest.raises(OSError, match=r".+"):
+        read_file(tmp_path / "link", follow=False)
 
 
 def test_a_folder_is_complete_or_not_there(tmp_path: Path) -> None:

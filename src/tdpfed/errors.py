@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Self
 
+MOST_SHOWN = 300
+"""Most characters of a value that an error message shows."""
+
 
 class TDPFedError(ValueError):
     """Bad input: ``reason`` says what is wrong with ``field``; None if no single field is at fault."""
@@ -82,7 +85,7 @@ def wrong(field: str, value: object, allowed: str, words: Iterable[str] = ()) ->
     """Return the error for a value that is not ``allowed``; suggests the nearest of ``words``."""
     near = nearest(value, words)
     hint = f"; did you mean {near!r}?" if near else ""
-    return TDPFedError(f"{value!r} given, must be {allowed}{hint}", field=field, value=value, allowed=allowed)
+    return TDPFedError(f"{shown(value)} given, must be {allowed}{hint}", field=field, value=value, allowed=allowed)
 
 
 def unknown(field: str, value: object, allowed: Iterable[str]) -> UnknownError:
@@ -90,10 +93,20 @@ def unknown(field: str, value: object, allowed: Iterable[str]) -> UnknownError:
     names = sorted(allowed)
     near = nearest(value, names)
     hint = f", did you mean {near!r}?" if near else ";"
-    reason = f"unknown {value!r}{hint} Allowed: {', '.join(names)}"
+    reason = f"unknown {shown(value)}{hint} Allowed: {', '.join(names)}"
     return UnknownError(reason, field=field, value=value, allowed=names)
 
 
 def nearest(value: object, words: Iterable[str]) -> str | None:
     """Return the word most similar to a value, or None."""
-    return next(iter(difflib.get_close_matches(str(value), list(words), n=1)), None)
+    text = value if isinstance(value, str) else shown(value)
+    return next(iter(difflib.get_close_matches(text[:MOST_SHOWN], list(words), n=1)), None)
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: shortened, and by its type if it cannot be written at all."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or lists in lists without end
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"

@@ -127,6 +127,7 @@ def test_epsilon_survives_a_resume_in_the_middle(tmp_path: Path) -> None:
     for _ in range(4):
         cut.simulation.step()
         cut.after_round()
+    cut.folder.release()
     resumed = Session.resume(tmp_path / "cut", None)
     assert resumed.simulation.round == 3
     resumed.run(progress)

@@ -46,8 +46,7 @@ def silent(simulation: Any, rounds: int, records: Any) -> Any:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in found]
+    return small.lines(folder / "metrics.jsonl", "seconds")
 
 
 # Rows find their way

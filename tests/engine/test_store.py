@@ -20,8 +20,9 @@ from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store, existing, free_memory
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.checkpoints import Checkpoints, restore, snapshot_of
+from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.session import Session
+from tdpfed.runs.snapshot import restore, snapshot_of
 
 START = {"theta": torch.arange(3.0), "seen": torch.zeros(1, dtype=torch.int16), "none": torch.zeros(0)}
 
@@ -224,7 +225,7 @@ def test_what_never_trained_comes_back_as_the_start(tmp_path: Path) -> None:
 def test_large_layers_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [simulation for simulation, _ in saves(tmp_path / "one", 12, 9)][-1]
     row = 8 * sum(value.numel() for value in small.mlp().parameters())
-    monkeypatch.setattr("tdpfed.runs.checkpoints.FILE_BYTES", 2 * row)
+    monkeypatch.setattr("tdpfed.runs.snapshot.FILE_BYTES", 2 * row)
     for simulation, _ in saves(tmp_path / "many", 12, 9):
         found = Checkpoints(tmp_path / "many").load()
         assert found is not None
@@ -257,6 +258,7 @@ def test_a_run_in_a_file_is_resumed_and_leaves_none(tmp_path: Path) -> None:
         session = Session.resume(tmp_path / place, None)
         assert session.simulation.store.place == place
         assert session.simulation.round == 4
+        session.folder.release()
     lines = [(tmp_path / place / "metrics.jsonl").read_text().count("null") for place in ("ram", "mmap")]
     assert lines[0] == lines[1] >= 2 * 6
     one, other = (Session.resume(tmp_path / place, None).simulation for place in ("ram", "mmap"))

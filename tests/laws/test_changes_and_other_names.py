@@ -241,6 +241,7 @@ def test_a_run_by_name_is_resumed(name: str, tmp_path: Path, monkeypatch: pytest
     for _ in range(3):
         cut.simulation.step()
         cut.after_round()
+    cut.folder.release()
     resumed = Session.resume(tmp_path / "cut", None)
     assert resumed.simulation.round == 2
     resumed.run(progress)

@@ -72,6 +72,7 @@ def test_sessions_together_equal_sessions_alone_and_one_that_fails_stops_nobody_
     for _ in range(2):  # one was ahead when they were stopped
         sessions[1].simulation.step()
         sessions[1].after_round()
+    sessions[1].folder.release()
     sessions[1] = Session.resume(tmp_path / "together-1", None)
     with torch.no_grad():
         sessions[2].simulation.private["theta"].fill_(torch.nan)

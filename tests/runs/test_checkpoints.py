@@ -19,8 +19,9 @@ from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
 from tdpfed.errors import TDPFedError
-from tdpfed.runs import checkpoints as checkpoint
-from tdpfed.runs.checkpoints import Checkpoints, Snapshot, restore, snapshot_of
+from tdpfed.runs.checkpoints import Checkpoints
+from tdpfed.runs.seals import sealed
+from tdpfed.runs.snapshot import Snapshot, restore, snapshot_of
 from tdpfed.server.step import ServerStep
 from tdpfed.wire import Wire
 
@@ -461,7 +462,7 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, change: dict[str, Any], wo
     checkpoints.save(*states(1)[0])
     manifest = tmp_path / "00000001.json"
     body = {name: value for name, value in json.loads(manifest.read_text()).items() if name != "sha256"}
-    manifest.write_bytes(checkpoint._sealed(json.dumps(body | change).encode()))
+    manifest.write_bytes(sealed(json.dumps(body | change)).encode())
     with pytest.raises(TDPFedError) as error:
         checkpoints.load()
     assert words in str(error.value)

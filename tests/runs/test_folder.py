@@ -17,6 +17,7 @@ from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.seals import Tail, link_of, linked
 from tdpfed.runs.session import Session
 from tdpfed.runs.summary import device_name, facts_of, summarize
 from tdpfed.server.records import worst_decile
@@ -41,11 +42,11 @@ def test_a_folder_from_beginning_to_end(tmp_path: Path) -> None:
     assert (folder.path / "config.toml").read_text(encoding="utf-8") == "# größer\n"
     for count, record in enumerate(records, start=1):
         folder.append(record)
-        lines = (folder.path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["round"] for line in lines] == list(range(1, count + 1))
-    assert [json.loads(line) for line in lines] == [record.as_dict() for record in records]
+        lines = small.lines(folder.path / "metrics.jsonl")
+        assert [line["round"] for line in lines] == list(range(1, count + 1))
+    assert lines == [record.as_dict() for record in records]
     folder.finish(summary)
-    assert json.loads((folder.path / "summary.json").read_text()) == summary
+    assert small.summary(folder.path / "summary.json") == summary
     assert sorted(os.listdir(folder.path)) == ["config.toml", "metrics.jsonl", "summary.json"]
 
 
@@ -146,12 +147,14 @@ def test_a_damaged_line_costs_itself_and_is_told(tmp_path: Path) -> None:
     Session.begin(config, tmp_path / "run", None).run(progress)
     file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines()
-    newer = json.dumps(json.loads(lines[2]) | {"of_a_newer_version": 1})
-    file.write_text("\n".join([lines[0], lines[1][:20], newer, lines[3], '{"round": 5, "lo']) + "\n")
+    newer, tail = linked(small.lines(file)[2] | {"of_a_newer_version": 1}, Tail(2, link_of(lines[1])[1]))
+    last, _ = linked(small.lines(file)[3], tail)
+    file.write_text("\n".join([lines[0], lines[1][:20], newer, last, '{"round": 5, "lo']) + "\n")
     session = Session.resume(tmp_path / "run", None)
     assert [record.round for record in session.records] == [1, 3, 4]
-    assert len(session.warnings) == 1
-    assert "line 2" in session.warnings[0]
+    assert ["line 2" in warning for warning in session.warnings] == [True, False, False]
+    assert "line 3" in session.warnings[1]
+    assert "saved after 4" in session.warnings[2]
 
 
 def test_a_finished_run_without_checkpoints_is_left_alone(tmp_path: Path) -> None:

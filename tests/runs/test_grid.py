@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import small
 from spy import Spy
 from tdpfed.config import Config, load_config
 from tdpfed.engine.simulation import Simulation
@@ -40,8 +41,7 @@ def run(cells: Sequence[Cell], folder: Path, stop_at: tuple[str, int] | None = N
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    return small.lines(path / "metrics.jsonl", "seconds")
 
 
 def status(path: Path) -> str:

@@ -1,6 +1,5 @@
 """What a run writes while it advances: the same for a simulation and for a deployment."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def journal(path: Path, *settings: str) -> Journal:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return small.lines(path)
 
 
 def test_due_every_so_many_rounds_and_after_the_last() -> None:
@@ -82,7 +81,7 @@ def test_the_end_writes_the_summary_with_more_and_the_refusals_of_a_round_that_d
     summary = written.end(facts, "failed", refused=[Rejected("nan", "no", client=1)], seconds=7.0, error="x")
     assert summary == {**summarize(facts, [], "failed"), "seconds": 7.0, "error": "x"} == written.summary
     assert list(summary) == [*summarize(facts, [], "failed"), "error"]
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert small.summary(tmp_path / "summary.json") == summary
     assert [line["round"] for line in lines(tmp_path / "refusals.jsonl")] == [3]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import small
 from tdpfed import cli
 from tdpfed.config.loading import parse_config
 from tdpfed.data import load
@@ -90,7 +91,7 @@ def test_one_line_of_json_and_a_run_folder() -> None:
     folder = Path("my/run")
     assert [name for name in left() if "checkpoints" not in name] == [f"my/run/{name}" for name in FILES]
     assert [name for name in left() if name.endswith(".json") and "checkpoints" in name]
-    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert small.summary(folder / "summary.json") == summary
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [2, 3]
     assert lines[-1]["personalized_accuracy"] == summary["personalized_accuracy"]
@@ -102,10 +103,7 @@ def test_one_line_of_json_and_a_run_folder() -> None:
 def test_the_written_configuration_runs_again_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(["run", *options(), "--out", "a"], monkeypatch) == 0
     assert call(["run", "a/config.toml", "--out", "b"], monkeypatch) == 0
-    lines = [
-        [{**json.loads(line), "seconds": 0} for line in (Path(name) / "metrics.jsonl").read_text().splitlines()]
-        for name in ("a", "b")
-    ]
+    lines = [small.lines(Path(name) / "metrics.jsonl", "seconds") for name in ("a", "b")]
     assert lines[0] == lines[1]
     assert (Path("a") / "config.toml").read_text() == (Path("b") / "config.toml").read_text()
 

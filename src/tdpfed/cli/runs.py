@@ -1,5 +1,6 @@
 """Commands that run experiments, and the one that reports their results."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
@@ -24,6 +25,7 @@ from tdpfed.cli.base import (
 from tdpfed.errors import TDPFedError
 
 if TYPE_CHECKING:
+    from tdpfed.config import Config
     from tdpfed.runs.grid import Cell
     from tdpfed.runs.session import Session
 
@@ -36,7 +38,11 @@ def run(
         Path | None, typer.Option(metavar="DIR", help="Folder for the run; runs/NAME-ALGORITHM-SEED-TIME by default.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Resume the run in this folder from its last checkpoint.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Resume the run in this folder from its last checkpoint; with --set run.rounds=N, extend it.",
+        ),
     ] = None,
     data_root: DataRoot = None,
     json_: Json = False,
@@ -49,20 +55,22 @@ def run(
     from tdpfed.config import load_config
     from tdpfed.engine.ranks import joined
     from tdpfed.runs.folder import file_name
-    from tdpfed.runs.grid import begin_seeds, has_seeds
+    from tdpfed.runs.grid import has_seeds
     from tdpfed.runs.session import Session
 
     with joined() as ranks:
         if resume is not None:
-            if source is not None or set_ or out is not None:
+            if source is not None or out is not None:
                 raise TDPFedError(
-                    "--resume: uses the configuration of the run, so no preset, --set or --out may be given with it"
+                    "--resume: uses the configuration of the run, so no preset and no --out may be given with it"
                 )
             search_here()
             if has_seeds(resume):
+                if set_:
+                    raise TDPFedError("--resume: a run of several seeds takes no --set; resume the run of each seed")
                 ranks.alone("a run of several seeds")
                 return _run_seeds(resume, data_root, json_)
-            session = Session.resume(resume, data_root, ranks)
+            session = Session.resume(resume, data_root, ranks, set_ or ())
         else:
             with ranks.agreement():
                 find_code_of(source or "digits", set_)
@@ -71,13 +79,13 @@ def run(
             name = f"{Path(source or config.data.name).stem}-{method}-{config.run.seed}-{now:%Y%m%d-%H%M%S}"
             if config.run.seeds > 1:
                 ranks.alone("run.seeds above 1")
-                return _run_seeds(begin_seeds(config, out or Path("runs") / name), data_root, json_)
+                return _run_seeds(out or Path("runs") / name, data_root, json_, config)
             session = Session.begin(config, out or Path("runs") / name, data_root, ranks)
         if not ranks.leads:
             session.run(no_progress)
             return None
         print_stderr(f"warning: {warning}" for warning in session.warnings)
-        summary = session.run(progress)
+        summary = session.run(progress, _say_stopping)
     path = session.folder.path
     if json_:
         print_json({**summary, "folder": str(path)})
@@ -121,7 +129,9 @@ def compare(
 ) -> None:
     """Compare methods over several seeds, or resume a comparison; write a table and an HTML page."""
     from tdpfed.algorithms import COMPARED
+    from tdpfed.files import lock_folder
     from tdpfed.report.compare import cells_of, check_target
+    from tdpfed.runs.grid import check_cells
 
     check_target(target)
     names = ",".join(COMPARED) if algorithms is None else algorithms
@@ -131,7 +141,9 @@ def compare(
     print_stderr(f"note: {note}" for note in notes)
     find_own_code(*(cell.config.model.name for cell in cells))
     folder = out or Path("runs") / f"compare-{Path(source or 'digits').stem}"
-    _grid(cells, folder, data_root, json_, "the same command resumes", target, notes)
+    check_cells(cells, folder)
+    with lock_folder(folder, field="--out"):
+        _grid(cells, folder, data_root, json_, "the same command resumes", target, notes)
 
 
 def _alternative(session: "Session", source: str | None, set_: Sequence[str] | None) -> str | None:
@@ -148,10 +160,22 @@ def _alternative(session: "Session", source: str | None, set_: Sequence[str] | N
     return shlex.join(["tdpfed", "run", source or "digits", *(part for one in values for part in ("--set", one))])
 
 
-def _run_seeds(folder: Path, data_root: Path | None, json_: bool) -> None:
-    from tdpfed.runs.grid import seeds_in
+def _run_seeds(folder: Path, data_root: Path | None, json_: bool, config: "Config | None" = None) -> None:
+    """Begin a run with several seeds, or resume it if no configuration is given."""
+    from tdpfed.files import lock_folder
+    from tdpfed.runs.grid import begin_seeds, check_seeds, seeds_in
 
-    _grid(seeds_in(folder), folder, data_root, json_, _resume_hint(folder, data_root))
+    if config is not None:
+        check_seeds(config, folder)
+    with lock_folder(folder, field="--resume" if config is None else "--out"):
+        if config is not None:
+            begin_seeds(config, folder)
+        _grid(seeds_in(folder), folder, data_root, json_, _resume_hint(folder, data_root))
+
+
+def _say_stopping() -> None:
+    """Say that Ctrl-C was understood; written directly, because a signal may interrupt any print."""
+    os.write(2, b"\nstopping after this round, with a checkpoint; press Ctrl-C again to stop at once\n")
 
 
 def _resume_hint(folder: Path, data_root: Path | None) -> str:
@@ -175,7 +199,10 @@ def _grid(
 
     try:
         with grid_progress(cells) as show:
-            results = run_cells(cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end)
+            results = run_cells(
+                cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end,
+                on_stop=_say_stopping,
+            )  # fmt: skip
     except KeyboardInterrupt:
         print_stderr([f"interrupted; {resume_hint}"])
         raise typer.Exit(130) from None
@@ -218,9 +245,10 @@ def reproduce(
 ) -> None:
     """Reproduce the paper's tables and figures, with the paper's numbers next to the new ones."""
     from tdpfed.cli.display import grid_progress
+    from tdpfed.files import lock_folder
     from tdpfed.paper import experiment
     from tdpfed.report.figures import check
-    from tdpfed.runs.grid import finished, run_cells
+    from tdpfed.runs.grid import check_cells, finished, run_cells
 
     study = experiment.find(name)
     folder = out or Path("runs") / f"reproduce-{name}"
@@ -237,15 +265,18 @@ def reproduce(
         raise TDPFedError(
             f"--out: {str(folder)!r} holds runs already; add --resume to resume them, or give a new folder"
         )
-    try:
-        with grid_progress(cells) as show:
-            results = run_cells(
-                cells, folder / "runs", data_root, on_start=show.start, on_round=show.round, on_end=show.end
-            )
-    except KeyboardInterrupt:
-        print_stderr(["interrupted; resume with the same command and --resume"])
-        raise typer.Exit(130) from None
-    files = experiment.write(study, folder, results, tables, figures, set_ or ())
+    check_cells(cells, folder / "runs")
+    with lock_folder(folder, field="--out"):
+        try:
+            with grid_progress(cells) as show:
+                results = run_cells(
+                    cells, folder / "runs", data_root, on_start=show.start, on_round=show.round, on_end=show.end,
+                    on_stop=_say_stopping,
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            print_stderr(["interrupted; resume with the same command and --resume"])
+            raise typer.Exit(130) from None
+        files = experiment.write(study, folder, results, tables, figures, set_ or ())
     failed = {result.cell.name: result.error for result in results if result.error is not None}
     if json_:
         print_json({"folder": str(folder), "files": [str(file) for file in files], "failed": failed})

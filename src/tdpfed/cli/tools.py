@@ -14,6 +14,9 @@ from rich.table import Column, Table
 from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
 from tdpfed.errors import TDPFedError
 
+LEAST_COMPRESSION = 1e-6
+"""A smaller rate is none: already at 1 and below every parameter stays dense."""
+
 data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List data sets, or download one.")
 app.add_typer(data, name="data")
 
@@ -105,6 +108,8 @@ def plan(
     # Shapes are enough, but a user's own factory may need real tensors.
     with torch.device("cpu" if ":" in model else "meta"):
         built = from_spec(model, shape, classes)
+    if 0 < compression < LEAST_COMPRESSION:
+        raise TDPFedError(f"--compression: {compression:g} given, must be at least {LEAST_COMPRESSION:g}")
     made = FactorPlan.of(built, compression, ranks=ranks, include=include or ("*",), exclude=exclude or ())
     if not json_:
         Console().print(plan_table(made, f"{model}, compression {compression:g}"))

@@ -5,9 +5,10 @@ tables: settings that apply only if that method is chosen, so that one file can 
 """
 
 import json
+import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from typing import Any
 from tdpfed.algorithms import DEFAULT, find
 from tdpfed.config.sections import ALGORITHM, SECTIONS, Config
 from tdpfed.core.setting import build, read
-from tdpfed.errors import TDPFedError, raise_all, unknown, wrong
+from tdpfed.engine.checks import check_numbers
+from tdpfed.errors import TDPFedError, each, raise_all, unknown, wrong
+from tdpfed.files import read_file
+
+CONFIG_BYTES = 1 << 20
+"""Most bytes of a configuration file."""
+MOST_DEPTH, MOST_KEY = 16, 100
+"""Most tables or lists in each other, and most characters of a key that an error shows."""
 
 TABLES = "algorithms"
 """The table of tables ``[algorithms.NAME]``."""
@@ -46,10 +54,10 @@ def load_config(source: str = "digits", overrides: Sequence[str] | None = None) 
 
 def raw_config(source: str, overrides: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the values of a preset or file with overrides applied, not checked."""
-    values = _overridden(_read(source), overrides)
+    values = overridden(_read(source), overrides)
     if source in presets() and values["data"].get("name") != _read(source)["data"]["name"]:
         # A preset's data settings do not apply to another data set.
-        values = _overridden({**_read(source), "data": {}}, overrides)
+        values = overridden({**_read(source), "data": {}}, overrides)
     return values
 
 
@@ -67,11 +75,21 @@ def parse_config(values: Mapping[str, Any]) -> Config:
 
 def checked_config(values: Mapping[str, Any], errors: list[TDPFedError]) -> Config | None:
     """Return the configuration, or None if it has errors, which are added to ``errors``."""
-    before, made = len(errors), _method(values, errors)
+    before = len(errors)
+    errors += _strange(values)
+    if len(errors) > before:
+        return None
+    made = _method(values, errors)
     errors += [unknown("section", name, SECTIONS) for name in values if name not in (*SECTIONS, TABLES)]
     for name, section in SECTIONS.items():
         if name != ALGORITHM:
             made[name] = build(section, values.get(name, {}), name, errors)
+    for name, settings in made.items():
+        if name != "method_name" and settings is not None:
+            try:
+                check_numbers(settings)
+            except TDPFedError as error:
+                errors += each(error.within(ALGORITHM if name == "method" else name))
     return None if len(errors) > before else Config(**made, given=frozenset(flat(values)))
 
 
@@ -79,7 +97,8 @@ def own_code(values: Mapping[str, Any]) -> list[str]:
     """Return the names ``module:name`` in unchecked values: the user's own code, which checking imports."""
     tables = [values.get(section) for section in (ALGORITHM, "model", TABLES)]
     algorithm, model, methods = (table if isinstance(table, Mapping) else {} for table in tables)
-    return [name for name in (algorithm.get("name"), model.get("name"), *methods) if ":" in str(name)]
+    names = (algorithm.get("name"), model.get("name"), *methods)
+    return [name for name in names if isinstance(name, str) and ":" in name]
 
 
 def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,9 +136,19 @@ def take_back(values: dict[str, Any], key: str) -> None:
 def value_of(text: str) -> Any:
     """Parse a value written as TOML; a bare word is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except TDPFedError:
         return text.strip()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; whatever is wrong with it, also depth and length of numbers, is a :class:`TDPFedError`."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise TDPFedError("nested too deeply") from None
+    except ValueError as error:  # also an integer of thousands of digits
+        raise TDPFedError(" ".join(str(error).split())) from None
 
 
 def to_toml(config: Config) -> str:
@@ -140,6 +169,27 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(toml_value(item) for item in value)}]"
     # The one character that TOML escapes and JSON does not.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _strange(values: Mapping[str, Any]) -> Iterator[TDPFedError]:
+    """Yield errors for values that no setting has: dates, tables in tables without end, integers of many digits."""
+    left: list[tuple[str, Any, int]] = [(str(key), value, 1) for key, value in values.items()]
+    while left:
+        key, value, depth = left.pop()
+        if depth > MOST_DEPTH:
+            yield TDPFedError(f"nested more than {MOST_DEPTH} deep", field=key[:MOST_KEY])
+        elif isinstance(value, Mapping):
+            left += [(f"{key}.{name}", inner, depth + 1) for name, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(key, inner, depth + 1) for inner in value]
+        elif isinstance(value, str):
+            if any("\ud800" <= letter <= "\udfff" for letter in value):
+                yield wrong(key[:MOST_KEY], value, "text that can be written as UTF-8")
+        elif isinstance(value, int):
+            if value.bit_length() > 64:
+                yield wrong(key[:MOST_KEY], value, "a number below 2^64")
+        elif value is not None and not (isinstance(value, float) and math.isfinite(value)):
+            yield wrong(key[:MOST_KEY], value, "a finite number, text, true or false, a list or a table")
 
 
 def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, Any]:
@@ -174,18 +224,23 @@ def _read(source: str) -> dict[str, Any]:
     names = presets()
     if source in names:
         return tomllib.loads(preset_text(source))
-    path = Path(source)
+    try:
+        path = Path(source)
+        text = read_file(path, most=CONFIG_BYTES).decode() if path.suffix == ".toml" else ""
+    except OSError as error:
+        raise TDPFedError(f"cannot read {source!r} ({error.strerror})", field="configuration") from None
+    except ValueError as error:  # not UTF-8, or a name with a zero byte
+        raise TDPFedError(f"{source!r} is not valid TOML ({error})", field="configuration") from None
     if path.suffix != ".toml":
         raise unknown("preset", source, [*names, "a path ending in .toml"])
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TDPFedError(f"cannot read {source!r} ({error.strerror})", field="configuration") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_toml(text)
+    except TDPFedError as error:
         raise TDPFedError(f"{source!r} is not valid TOML ({error})", field="configuration") from None
 
 
-def _overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[str, Any]:
+def overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[str, Any]:
+    """Return nested values with ``section.key=value`` overrides applied, in place."""
     errors: list[TDPFedError] = []
     for text in overrides or []:
         key, equals, raw = text.partition("=")

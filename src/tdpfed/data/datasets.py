@@ -19,6 +19,8 @@ from tdpfed.data.partition import numbered
 from tdpfed.data.synthetic import synthetic
 from tdpfed.errors import TDPFedError, unknown
 
+MOST_CLASSES = 1_000_000
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -190,6 +192,8 @@ def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -
 def _own(path: Path, classes: int | None = None) -> Dataset:
     if not path.is_file():
         raise TDPFedError(f"data file {str(path)!r}: not found; allowed: an existing .npz or .parquet file")
+    if classes is not None and (type(classes) is not int or not 1 <= classes <= MOST_CLASSES):
+        raise TDPFedError(f"{classes!r}; allowed: a whole number from 1 to {MOST_CLASSES:,}", field="options.classes")
     arrays = _READERS[path.suffix](path)
     x, y, mask, ids = arrays["x"], arrays["y"], arrays.get("test_mask"), arrays.get("client_ids")
     if x.dtype.kind not in "biuf" or x.ndim < 2:

@@ -4,6 +4,7 @@ There is no loader between the data and a step: a batch is ``x[train_start[k] + 
 computed from the training samples of all clients only.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
@@ -37,6 +38,7 @@ class Federation:
     test_size: Tensor  # (K,) int64, may be 0
     classes: int
     augment: str = "none"  # how training images are changed when they are drawn
+    digest: str = ""  # SHA-256 sum of the samples as given, their labels and owners; empty if made by hand
 
     def __repr__(self) -> str:
         train, test = int(self.train_size.sum()), int(self.test_size.sum())
@@ -179,7 +181,20 @@ class Federation:
             test_start=(trained + starts[:, 1]).contiguous(),
             test_size=sizes[:, 1].contiguous(),
             classes=classes,
+            digest=_digest(x, y, sizes, order),
         )
+
+
+def _digest(x: Tensor, y: Tensor, sizes: Tensor, order: NDArray[np.int64]) -> str:
+    """Return the SHA-256 sum of samples, labels, and which client has which for training and for tests.
+
+    Taken before normalization, whose last bits may depend on the machine, and while bytes are still bytes.
+    """
+    found = hashlib.sha256(f"{x.dtype} {tuple(x.shape)} {tuple(sizes.shape)}".encode())
+    for values in (x.detach(), y, sizes):
+        found.update(values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    found.update(order.data)
+    return found.hexdigest()
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,7 @@ Each reader validates the file and raises an error that names the file and what 
 """
 
 import gzip
+import os
 import tarfile
 import zipfile
 import zlib
@@ -16,11 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.files import check_regular
 
 Array = NDArray[Any]
 
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 _PIXELS = (3, 32, 32)
+MOST_HEADER = 10_000
+"""Most bytes of the header of an array in an ``.npz`` file."""
+MOST_DEFLATED = 1032
+"""Most bytes to which one byte of deflated data can expand."""
 
 
 def _broken(path: Path | str, found: str, expected: str) -> TDPFedError:
@@ -107,21 +113,77 @@ def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
 def read_npz(path: Path) -> dict[str, Array]:
     """Read ``x`` and ``y``, and optionally ``client_ids`` and ``test_mask``, from an ``.npz`` file."""
     allowed = ("x", "y", "client_ids", "test_mask")
-    if not zipfile.is_zipfile(path):
-        raise _broken(path, "damaged, or not an .npz file", "a complete .npz file, as numpy.savez writes it")
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        reason = " ".join(str(error).split())
-        raise _broken(path, f"unreadable ({reason})", "an .npz file of plain arrays") from error
-    for name in arrays:
-        if name not in allowed:
-            raise unknown(f"array of {str(path)!r}", name, allowed)
+        check_regular(path)
+        with zipfile.ZipFile(path) as file:
+            members = {info.filename.removesuffix(".npy"): info for info in file.infolist()}
+            for name in members:
+                if name not in allowed:
+                    raise unknown(f"array of {str(path)!r}", name, allowed)
+            _check_size(sum(info.file_size for info in members.values()), path)
+            arrays = {name: _member(file, info) for name, info in members.items()}
+    except TDPFedError:
+        raise
+    except MemoryError:
+        raise _broken(path, "too large for this machine's memory", "arrays that fit in memory") from None
+    except Exception as error:  # a damaged file may make any part of the readers fail
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise _broken(
+            path, f"unreadable ({reason})", "an .npz file of plain arrays, as numpy.savez writes it"
+        ) from error
     for name in ("x", "y"):
         if name not in arrays:
             raise _broken(path, f"no array {name!r}", "arrays x and y, optionally client_ids and test_mask")
     return arrays
+
+
+def _member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
+    """Read an array of an ``.npz`` file; no more memory is taken than its bytes in the file can fill."""
+    if info.flag_bits & 1:
+        raise ValueError(f"{info.filename} is encrypted")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{info.filename} is compressed by an unknown method")
+    if info.file_size > MOST_DEFLATED * info.compress_size + MOST_HEADER:
+        raise ValueError(f"{info.filename} claims {info.file_size:,} bytes in {info.compress_size:,} of the file")
+    with file.open(info) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"{info.filename} has version {version} of the format")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream, max_header_size=MOST_HEADER)
+        if dtype.hasobject or dtype.kind not in "biufUS":
+            raise ValueError(f"{info.filename} holds {dtype}")
+        size = prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or size != info.file_size - stream.tell():
+            raise ValueError(f"{info.filename} of shape {shape} and {dtype} has {info.file_size:,} bytes")
+        values = np.empty(shape[::-1] if fortran else shape, dtype)
+        filled, content = 0, values.reshape(-1).view(np.uint8) if size else values
+        while part := stream.read(1 << 20):  # at the end the checksum is verified
+            content[filled : filled + len(part)] = np.frombuffer(part, np.uint8)
+            filled += len(part)
+        if filled != size:
+            raise ValueError(f"{info.filename} ends before its last value")
+    return values.T if fortran else values
+
+
+def _check_size(size: int, path: Path) -> None:
+    """Refuse data that no memory of this machine could hold, whatever is free."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        raise _broken(path, f"{size:,} bytes", f"at most {memory:,}, the memory of this machine")
+
+
+def _is_plain(types: Any, kind: Any) -> bool:
+    """Whether a column of this type holds one number, truth value or text in each row."""
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return any(
+        check(kind)
+        for check in (
+            types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string,
+            types.is_null,
+        )
+    )  # fmt: skip
 
 
 def read_parquet(path: Path) -> dict[str, Array]:
@@ -131,12 +193,25 @@ def read_parquet(path: Path) -> dict[str, Array]:
     except ImportError as error:
         raise TDPFedError(f"data file {str(path)!r}: needs pyarrow; pip install 'tdpfed[parquet]'") from error
     try:
-        table = parquet.read_table(path)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise _broken(path, f"unreadable ({error})", "a Parquet file") from error
+        check_regular(path)
+        file = parquet.ParquetFile(path)
+        schema, rows = file.schema_arrow, file.metadata.num_rows
+        for field in schema:
+            if not _is_plain(pyarrow.types, field.type):
+                raise _broken(path, f"column {field.name!r} of type {field.type}", "numbers, true and false, or text")
+        if len(set(schema.names)) < len(schema.names):
+            raise _broken(path, f"columns {', '.join(schema.names)}", "different names")
+        _check_size(rows * len(schema) * 4, path)
+        table = file.read()
+        columns = {name: table[name].to_numpy() for name in table.column_names}
+    except TDPFedError:
+        raise
+    except MemoryError:
+        raise _broken(path, "too large for this machine's memory", "a table that fits in memory") from None
+    except Exception as error:  # a damaged file may make any part of the reader fail
+        raise _broken(path, f"unreadable ({' '.join(str(error).split())})", "a Parquet file") from error
     if empty := [name for name in table.column_names if table[name].null_count]:
         raise _broken(path, f"missing values in column {empty[0]!r}", "a value in every row")
-    columns = {name: table[name].to_numpy() for name in table.column_names}
     labels = [name for name in ("y", "label") if name in columns]
     if len(labels) != 1:
         raise _broken(path, f"columns {', '.join(columns)}", "one column y or label")

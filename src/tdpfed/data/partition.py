@@ -200,7 +200,7 @@ def _positive(min_samples: int) -> None:
 
 
 def _shares(rng: np.random.Generator, count: int, sigma: float) -> NDArray[np.float64]:
-    drawn: NDArray[np.float64] = rng.lognormal(0.0, sigma, count)
+    drawn: NDArray[np.float64] = rng.lognormal(0.0, abs(sigma), count)  # -0.0 is no sigma for NumPy
     return drawn
 
 

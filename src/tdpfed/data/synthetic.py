@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from tdpfed.data.partition import generator
 from tdpfed.errors import TDPFedError
 
+MOST = 1_000_000
+"""Most clients, features and classes."""
+
 
 def synthetic(
     alpha: float = 1.0, beta: float = 1.0, clients: int = 20, dimension: int = 60, classes: int = 10, seed: int = 0
@@ -34,8 +37,8 @@ def synthetic(
         if not 0 <= variance < np.inf:
             raise TDPFedError(f"{variance!r}; allowed: a variance of 0 or more", field=f"options.{field}")
     for field, count, least in (("clients", clients, 1), ("dimension", dimension, 1), ("classes", classes, 2)):
-        if count < least:
-            raise TDPFedError(f"{count!r}; allowed: {least} or more", field=f"options.{field}")
+        if not least <= count <= MOST:
+            raise TDPFedError(f"{count!r}; allowed: {least} to {MOST:,}", field=f"options.{field}")
     parts = [_client(generator(seed, k), alpha, beta, dimension, classes) for k in range(clients)]
     owner = np.repeat(np.arange(clients), [len(y) for _, y in parts])
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts]), owner

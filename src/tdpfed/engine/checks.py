@@ -7,6 +7,7 @@ from torch import nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.objective import Objective, cross_entropy
+from tdpfed.core.setting import plain
 from tdpfed.core.state import Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
@@ -17,6 +18,8 @@ from tdpfed.errors import TDPFedError, raise_all, unknown, wrong
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule
 from tdpfed.server.round import diverged
+
+LIMITS = torch.finfo(torch.float32)
 
 
 def check_kinds(model: object, federation: object, algorithm: object, participation: object, loss: object) -> None:
@@ -30,6 +33,19 @@ def check_kinds(model: object, federation: object, algorithm: object, participat
             raise TDPFedError(f"{field}: {_short(given)} given, must be an instance of {kind.__name__}")
     if not callable(loss):
         raise TDPFedError(f"loss: {loss!r} given, must be a function of outputs and labels")
+    check_numbers(algorithm)
+
+
+def check_numbers(settings: object) -> None:
+    """Refuse numbers that float32, in which a method computes, cannot hold; all errors are reported together."""
+    given = plain(settings).items()
+    raise_all(
+        [
+            wrong(name, value, f"0, or from {LIMITS.tiny:.3g} to {LIMITS.max:.3g} in size, the range of float32")
+            for name, value in given
+            if isinstance(value, float) and value and not LIMITS.tiny <= abs(value) <= LIMITS.max
+        ]
+    )
 
 
 def _short(given: object) -> str:

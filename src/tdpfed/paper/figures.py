@@ -1,9 +1,11 @@
 """The paper's figures: test accuracy and training loss by round, at both compression rates side by side."""
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from tdpfed.files import write_file
 from tdpfed.paper.published import Row, Study
 from tdpfed.report.figures import COLORS, MARKERS, STYLE, check
 from tdpfed.report.group import Group
@@ -31,7 +33,9 @@ def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str
                 axes.legend(fontsize=7.5)
             panels[0].set_ylabel("test accuracy, %" if study.figures[number] == "accuracy" else "training loss")
             files.append(folder / f"figure-{number}.svg")
-            figure.savefig(files[-1], metadata={"Date": None})
+            drawn = BytesIO()
+            figure.savefig(drawn, format="svg", metadata={"Date": None})
+            write_file(files[-1], drawn.getvalue(), field="--out")
     return files
 
 

@@ -1,13 +1,16 @@
 """From text to typed values: the lines of ``metrics.jsonl`` and ``refusals.jsonl``, and ``summary.json``.
 
-Invalid JSON and values of a wrong type raise a :class:`ValueError`; missing values become None. Unknown keys are
-ignored, because other versions of the package may write them.
+Invalid JSON, wrong checksums and values of a wrong type raise a :class:`ValueError`; missing values become None.
+Unknown keys are ignored, because other versions of the package may write them.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from tdpfed.runs.folder import CONFIG, FILES
+from tdpfed.runs.seals import Tail, is_sealed
 
 ACCURACIES = ("personalized_accuracy", "local_accuracy", "global_accuracy")
 LOSSES = ("loss", "personalized_loss", "global_loss")
@@ -35,16 +38,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a run: numbers, texts and software versions."""
+    """The summary of a run: numbers, texts, software versions, and the checksums of the other files."""
 
     figures: dict[str, Number]
     texts: dict[str, str]
     versions: dict[str, str]
-
-
-def lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers; the last line may be incomplete."""
-    yield from enumerate(text.removesuffix("\n").split("\n") if text else (), 1)
+    config: str | None = None  # the sum of config.toml; None in a summary without checksums
+    tails: dict[str, Tail] = field(default_factory=dict)
 
 
 def record(text: str) -> dict[str, Any]:
@@ -78,11 +78,26 @@ def summary(text: str) -> Summary:
     values = _object(text)
     versions = values.get("versions")
     words = {**(versions if isinstance(versions, dict) else {}), "commit": values.get("commit")}.items()
+    sums = values.get(FILES)
+    if (sums is None) != (is_sealed(text) is None):
+        raise ValueError("its checksum is missing")
+    config, tails = _sums(sums) if isinstance(sums, Mapping) else (None, {})
     return Summary(
         figures={key: _number(values.get(key)) for key in FIGURES},
         texts={key: values[key] for key in TEXTS if isinstance(values.get(key), str)},
         versions={name: word for name, word in words if isinstance(word, str)},
+        config=config,
+        tails=tails,
     )
+
+
+def _sums(files: Mapping[str, Any]) -> tuple[str | None, dict[str, Tail]]:
+    try:
+        sums = dict(files)
+        config = str(sums.pop(CONFIG)["sha256"])
+        return config, {str(name): Tail(int(one["lines"]), str(one["sha256"])) for name, one in sums.items()}
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{FILES} given, must be checksums by file") from None
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -97,6 +112,8 @@ def _object(text: str) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("no whole JSON object")
+    if is_sealed(text) is False:
+        raise ValueError("its checksum is wrong: it was damaged or changed")
     return value
 
 

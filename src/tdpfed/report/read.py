@@ -6,20 +6,23 @@ be in the middle of it); all other files may be missing or damaged. Only JSON an
 imported.
 """
 
+import hashlib
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tdpfed.config.loading import parse_toml
 from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
+from tdpfed.files import read_file
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
 from tdpfed.runs.folder import CONFIG, DONE, METRICS, REFUSALS
 from tdpfed.runs.folder import SUMMARY as SUMMARY
+from tdpfed.runs.seals import Chain, Tail, lines_of
 from tdpfed.server.records import worst_decile
 
 IN_PROGRESS, FINISHED = "in progress", "finished"
@@ -113,9 +116,10 @@ def read_run(path: Path) -> Run:
             f"RUN: {str(path)!r} given, must be a run folder, with {CONFIG} and {METRICS}, or a folder of run folders"
         )
     notes: list[str] = []
-    toml = _text(path / CONFIG)
-    records, cut = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
-    refusals, _ = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
+    content = _content(path / CONFIG)
+    toml = content.decode("utf-8", "replace")
+    records, cut, tail = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
+    refusals, cut_refusals, refusal_tail = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
     summary = _summary(path / SUMMARY, notes)
     config = _config(toml, notes)
     for record in records[-1:]:
@@ -123,6 +127,12 @@ def read_run(path: Path) -> Run:
     last = records[-1] if records else {}
     if _is_current(summary, last, cut):
         figures, texts = summary.figures, summary.texts
+        ends = {METRICS: (cut, tail), REFUSALS: (cut_refusals, refusal_tail)}
+        notes += _differing(summary, content, {name: end for name, (bad, end) in ends.items() if not bad})
+        if tail.sha256 and summary.config is None:
+            notes.append(f"{SUMMARY} has no checksums, unlike {METRICS}: it was changed")
+        if records and last["epsilon"] is not None and not (figures["epsilon"] or 0) >= last["epsilon"]:
+            notes.append(f"{SUMMARY} gives epsilon {figures['epsilon']}, the last record {last['epsilon']}")
         if not cut and last.get("round", 0) < (figures["rounds"] or 0) and texts["status"] == FINISHED:
             notes.append(f"{METRICS} ends at round {last.get('round', 0)} of {figures['rounds']:g}")
     else:
@@ -165,29 +175,33 @@ def _honest(accuracies: Sequence[Number], config: Mapping[str, Any]) -> list[Num
 
 
 def _text(path: Path) -> str:
+    return _content(path).decode("utf-8", "replace")
+
+
+def _content(path: Path) -> bytes:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_file(path)
     except OSError as error:
         raise TDPFedError(f"RUN: cannot read {str(path)!r} ({error.strerror})") from None
 
 
 def _config(toml: str, notes: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(toml)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return parse_toml(toml)
+    except TDPFedError as error:
         notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}
 
 
 def _lines(
     path: Path, read: Callable[[str], T], round_of: Callable[[T], int], notes: list[str]
-) -> tuple[list[T], bool]:
-    """Return the parsed lines of a file up to the first invalid one, and whether there was one."""
+) -> tuple[list[T], bool, Tail]:
+    """Return the parsed lines of a file up to the first invalid one, whether there was one, and their end."""
     found: list[T] = []
-    before = 0
+    before, chain = 0, Chain()
     if not path.exists():
-        return found, False
-    for number, text in parse.lines(_text(path)):
+        return found, False, chain.tail
+    for number, text in lines_of(_text(path)):
         try:
             one = read(text)
             # Rounds of records increase strictly; several refusals may share a round.
@@ -195,10 +209,26 @@ def _lines(
                 raise ValueError(f"round {round_of(one)} after round {before}")
         except ValueError as error:
             notes.append(f"{path.name} is truncated or damaged at line {number} ({error}); read up to round {before}")
-            return found, True
+            return found, True, chain.tail
+        if gap := chain.gap(text):
+            notes.append(f"{path.name}: line {number} {gap}")
         found.append(one)
         before = round_of(one)
-    return found, False
+    return found, False, chain.tail
+
+
+def _differing(summary: Summary, config: bytes, tails: Mapping[str, Tail]) -> list[str]:
+    """Return notes on the files that are not those the summary was written with; none if it has no checksums."""
+    if summary.config is None:
+        return []
+    notes = []
+    if hashlib.sha256(config).hexdigest() != summary.config:
+        notes.append(f"{CONFIG} was changed since {SUMMARY} was written")
+    for name, tail in tails.items():
+        if tail != summary.tails.get(name, Tail()):
+            lines = summary.tails.get(name, Tail()).lines
+            notes.append(f"{name} was changed: {tail.lines} lines, {SUMMARY} was written with {lines}")
+    return notes
 
 
 def _summary(path: Path, notes: list[str]) -> Summary:

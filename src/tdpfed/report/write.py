@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,9 @@ def export(groups: Sequence[Group], folder: Path) -> list[Path]:
                 for ending in FORMATS:
                     written.append(folder / f"{prefix}{_slug(name)}.{ending}")
                     stamp = {"svg": "Date", "pdf": "CreationDate"}.get(ending)  # reproducible: no date
-                    figure.savefig(written[-1], format=ending, metadata={stamp: None} if stamp else None)
+                    drawn = BytesIO()
+                    figure.savefig(drawn, format=ending, metadata={stamp: None} if stamp else None)
+                    write_file(written[-1], drawn.getvalue(), field="--export")
 
             figures.draw([group for group in groups if group.dataset == dataset], save)
     return written

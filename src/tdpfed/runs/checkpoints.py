@@ -27,79 +27,18 @@ from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from tdpfed.core.setting import plain
 from tdpfed.core.state import State
-from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
-from tdpfed.errors import TDPFedError, wrong
-from tdpfed.files import part_of, sync_folder, write_part
-from tdpfed.server.step import ServerStep
-from tdpfed.wire import Wire
+from tdpfed.errors import TDPFedError
+from tdpfed.files import make_folder, part_of, read_file, sync_folder, write_part
+from tdpfed.runs.seals import is_sealed, sealed
+from tdpfed.runs.snapshot import Snapshot as Snapshot
+from tdpfed.runs.snapshot import split_by_size
 
 FORMAT = 2
-FILE_BYTES = 1 << 27
-"""Bytes of rows in one file; as much extra memory is needed while it is written or read."""
 
 _NAME = re.compile(r"([0-9]{8,})(\.json|-server\.safetensors|-private(?:-[0-9]+)?\.safetensors)(\.part)?")
 Make = Callable[[State, int], Rows]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state from which a run resumes: the server's state, the clients' rows, and metadata for JSON."""
-
-    round: int
-    server: State
-    private: Rows
-    meta: dict[str, Any]
-
-
-def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
-    """Return the state of a run, with ``meta`` added; the rows are not copied: save before the next round."""
-    own = {"algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger)}
-    own |= {section: plain(settings) for section, settings in _form(simulation).items()}
-    return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
-
-
-def _form(simulation: Simulation) -> dict[str, Wire | ServerStep]:
-    """Return the settings, by section, on which the entries of a checkpoint and their meaning depend."""
-    return {"wire": simulation.channel.wire, "server": simulation.server_round.step}
-
-
-def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
-    """Resume a run from ``snapshot``; one of another run is refused, and the simulation does not change.
-
-    Rows are copied, so that two runs never share state; with ``take`` the run uses the snapshot's store itself.
-    """
-    meta = snapshot.meta
-    for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
-        if meta.get(name) != mine:
-            raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r} as in this run")
-    for section, settings in _form(simulation).items():
-        known = plain(type(settings)()) | meta.get(section, {})  # an older version had the defaults
-        for name, value in plain(settings).items():
-            if known[name] != value:
-                raise wrong(f"{section}.{name}", value, f"{known[name]!r} as in the run's checkpoint")
-    for place, saved, have in (
-        ("server", _spec(snapshot.server), _spec(simulation.server)),
-        ("private", snapshot.private.spec, simulation.store.spec),
-    ):
-        if saved != have:
-            raise TDPFedError(f"checkpoint: {place} state {saved} saved, must be {have} as in this run")
-    try:
-        ledger = type(simulation.ledger)(**meta["ledger"])
-    except (KeyError, TypeError):
-        raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
-    # A copy, since tensors that torch allocates are aligned: the last bit may depend on alignment.
-    server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
-    if take and isinstance(snapshot.private, Store):
-        store = snapshot.private
-    else:
-        start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
-        store = simulation.store.like(start, snapshot.private.clients)
-        for ids in _split_by_size(snapshot.private, snapshot.private.touched.nonzero().flatten()):
-            store.put(ids, snapshot.private.rows(ids))
-    simulation.resume_from(snapshot.round, server, store, ledger)
 
 
 @dataclass(frozen=True)
@@ -143,10 +82,11 @@ class Checkpoints:
 
         After it returns the checkpoint is on disk. If it raises, earlier checkpoints are unchanged.
         """
+        self._refuse_link()
         self._mark_changed(snapshot.private, changed)
         try:
             if not self.folder.is_dir():
-                self.folder.mkdir(parents=True)
+                make_folder(self.folder)
                 sync_folder(self.folder.parent)
             self._clean()
             self._saved = [*self._saved, self._write(snapshot)][-self.keep :]
@@ -162,6 +102,7 @@ class Checkpoints:
         Rows are put into the store that ``make`` returns for the clients' initial state and number. None if nothing was
         saved. If all checkpoints are damaged, the error names their files.
         """
+        self._refuse_link()
         warnings = []
         try:
             serials = self._serials() if self.folder.exists() else []
@@ -187,6 +128,10 @@ class Checkpoints:
             with suppress(_DamagedError, KeyError, TypeError, ValueError):
                 found.append(int(_manifest(self.folder / f"{serial:08}.json")["round"]))
         return found
+
+    def _refuse_link(self) -> None:
+        if self.folder.is_symlink():
+            raise TDPFedError(f"checkpoint: {str(self.folder)!r} is a symbolic link, must be a folder")
 
     def _mark_changed(self, private: Rows, changed: Tensor | None) -> None:
         """Mark clients as changed; after a failed save they stay marked for the next."""
@@ -218,7 +163,7 @@ class Checkpoints:
         # All temporary names first, also the manifest's: data files without any manifest mean that it was deleted.
         server = self._part(f"{serial:08}-server.safetensors", to_bytes(_for_safetensors(snapshot.server | start)))
         new: list[_File] = []
-        for some in _split_by_size(private, ids) if len(ids) or not layers else ():
+        for some in split_by_size(private, ids) if len(ids) or not layers else ():
             rows = {f"private.{name}": value for name, value in private.rows(some).items()}
             name = f"{serial:08}-private{f'-{len(new)}' if new else ''}.safetensors"
             new.append(self._part(name, to_bytes(_for_safetensors(rows) | {"ids": some.clone()})))
@@ -226,7 +171,7 @@ class Checkpoints:
         saved = _Saved(serial, server, layers, torch.zeros(private.clients, dtype=torch.bool))
         state = {"server": asdict(server), "private": [asdict(file) for file in saved.files[1:]]}
         body = {"format": FORMAT, "round": snapshot.round, "meta": snapshot.meta, "clients": private.clients} | state
-        manifest = self._part(f"{serial:08}.json", _sealed(json.dumps(body).encode()))
+        manifest = self._part(f"{serial:08}.json", sealed(json.dumps(body)).encode())
         for names in ([], [file.name for file in (server, *new)], [manifest.name]):
             for name in names:
                 os.replace(part_of(self.folder / name), self.folder / name)
@@ -300,17 +245,6 @@ class Checkpoints:
         return {name: int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name))}
 
 
-def _spec(state: State) -> dict[str, str]:
-    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in state.items()}
-
-
-def _split_by_size(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:
-    """Split ids into parts whose rows fit in one file."""
-    row = sum(value.nbytes for value in private.start.values())
-    pieces: tuple[Tensor, ...] = ids.split(max(1, FILE_BYTES // max(1, row)))
-    return pieces
-
-
 def _names_after(prefix: str, state: State) -> list[str]:
     return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
@@ -322,29 +256,26 @@ def _for_safetensors(state: State) -> State:
     return {name: v if first[v.untyped_storage().data_ptr()] == name else v.clone() for name, v in plain.items()}
 
 
-def _sealed(text: bytes) -> bytes:
-    """Return a JSON object with its own SHA-256 sum appended as the last item."""
-    return text[:-1] + f', "sha256": "{hashlib.sha256(text).hexdigest()}"}}'.encode()
-
-
 def _manifest(path: Path) -> dict[str, Any]:
     """Read a manifest and verify its checksum."""
-    data = _read_bytes(path)
-    if data != _sealed(data[: -len(_sealed(b"}"))] + b"}"):
+    text = _read_bytes(path).decode("utf-8", "replace")
+    if not is_sealed(text):
         raise _DamagedError(f"{str(path)!r} is damaged, its SHA-256 sum is wrong")
-    body: dict[str, Any] = json.loads(data)
+    body: dict[str, Any] = json.loads(text)
     if body["format"] != FORMAT:
         raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads {FORMAT}")
+    if type(body["round"]) is not int or type(body["clients"]) is not int or type(body["meta"]) is not dict:
+        raise _DamagedError(f"{str(path)!r} is damaged, its round, clients or metadata have another type")
     return body
 
 
 def _read_bytes(path: Path, size: int | None = None) -> bytes:
     try:
-        found = path.stat()
+        found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise _DamagedError(f"{str(path)!r} is no file")
         if size is not None and found.st_size != size:
             raise _DamagedError(f"{str(path)!r} has {found.st_size} bytes, must have {size}")
-        return path.read_bytes()
+        return read_file(path, follow=False)
     except OSError as error:
         raise _DamagedError(f"{str(path)!r} cannot be read ({error.strerror})") from None

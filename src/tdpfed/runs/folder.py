@@ -1,19 +1,24 @@
 """A run on disk: ``config.toml`` (resolved), ``metrics.jsonl`` (a line per evaluated round) and ``summary.json``.
 
 Refused uploads are listed in ``refusals.jsonl``: round, client, rule, tensor and reason. Lines are flushed to disk at
-the end of their round, so that a crash loses no finished round. The summary is written atomically.
+the end of their round, so that a crash loses no finished round. The summary is written atomically. Lines and the
+summary carry checksums (:mod:`tdpfed.runs.seals`), and the summary holds those of the other files.
 """
 
+import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tdpfed.config.loading import CONFIG_BYTES
 from tdpfed.errors import TDPFedError
-from tdpfed.files import part_of, write_errors, write_file
+from tdpfed.files import FolderLock, append, part_of, read_file, write_errors, write_file
+from tdpfed.runs.seals import Chain, Tail, is_sealed, lines_of, linked, sealed
 from tdpfed.server.records import Record
 from tdpfed.wire import Rejected
 
@@ -25,6 +30,8 @@ SEEDS = "seeds.toml"
 SUMMARY = "summary.json"
 DONE = ("finished", "privacy budget spent")
 """The statuses of a run that is complete."""
+FILES = "files"
+"""The key of a summary and of a checkpoint under which the checksums of the other files are."""
 
 T = TypeVar("T")
 
@@ -35,6 +42,13 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.warnings: list[str] = []  # about damaged lines
+        self.lock: FolderLock | None = None  # held while this process writes the folder
+        self._tails: dict[str, Tail] = {}  # of the files of lines, once they are known
+
+    def release(self) -> None:
+        """Let others use the folder."""
+        if self.lock is not None:
+            self.lock.release()
 
     @classmethod
     def create(cls, path: Path, config: str) -> "RunFolder":
@@ -42,7 +56,7 @@ class RunFolder:
         cls.check(path)
         with write_errors("--out", path):
             path.mkdir(parents=True, exist_ok=True)
-            (path / METRICS).touch()
+            write_file(path / METRICS, "", field="--out")
             write_file(path / CONFIG, config, field="--out")  # last: it marks the folder as a run
         return cls(path)
 
@@ -53,34 +67,63 @@ class RunFolder:
         if not config.is_file():
             raise TDPFedError(f"--resume: {str(path)!r} given, must be a run folder, with a config.toml")
         try:
-            return cls(path), config.read_text(encoding="utf-8")
+            return cls(path), read_file(config, most=CONFIG_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise TDPFedError(f"--resume: cannot read {str(config)!r} ({error})") from None
 
-    def rewind(self, round_: int, *others: str) -> list[Record]:
-        """Return the records up to a round; remove later and damaged lines, from refusals and ``others`` too."""
-        for name in (REFUSALS, *others):
-            self._rewind(name, round_, dict)
-        known = {field.name for field in fields(Record)}
-        return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}))
+    def rewind(self, round_: int, *others: str, saved: Mapping[str, Any] | None = None) -> list[Record]:
+        """Return the records up to a round; remove later and damaged lines, from refusals and ``others`` too.
 
-    def _rewind(self, name: str, round_: int, read: Callable[[dict[str, Any]], T]) -> list[T]:
-        file, kept, found = self.path / name, "", []
+        ``saved`` are the sums in the checkpoint of that round, which show whether anything is gone.
+        """
+        for name in (REFUSALS, *others):
+            self._rewind(name, round_, dict, saved)
+        known = {field.name for field in fields(Record)}
+        return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}), saved)
+
+    def _rewind(
+        self, name: str, round_: int, read: Callable[[dict[str, Any]], T], saved: Mapping[str, Any] | None
+    ) -> list[T]:
+        file, found, kept, chain = self.path / name, list[T](), list[str](), Chain()
         with write_errors("--out", self.path):
-            if not file.exists():
-                return []
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            for number, text in enumerate(lines, 1):
+            try:
+                text = read_file(file, follow=False).decode("utf-8", "replace")
+            except FileNotFoundError:
+                text = None
+            lines = [] if text is None else list(lines_of(text))
+            for number, line in lines:
                 try:
-                    line = json.loads(text)
-                    if line["round"] <= round_:
-                        found.append(read(line))
-                        kept += text + "\n"
-                except (ValueError, TypeError, KeyError):
+                    values = json.loads(line)
+                    if is_sealed(line) is False:
+                        raise ValueError
+                    if values["round"] > round_:
+                        continue
+                    one = read(values)
+                except (ValueError, TypeError, KeyError, RecursionError):
                     if number < len(lines):  # the last line may be incomplete after a crash
                         self.warnings.append(f"{name}: line {number} of {str(self.path)!r} is damaged and left out")
-            write_file(file, kept, field="--out")
+                    continue
+                if gap := chain.gap(line):
+                    self.warnings.append(f"{name}: line {number} of {str(self.path)!r} {gap}")
+                found.append(one)
+                kept.append(line + "\n")
+            self._tails[name] = chain.tail
+            self._compare(name, round_, saved)
+            if text is not None:
+                write_file(file, "".join(kept), field="--out")
         return found
+
+    def _compare(self, name: str, round_: int, saved: Mapping[str, Any] | None) -> None:
+        """Warn if the lines kept are not those that the checkpoint knows."""
+        if saved is None or name not in saved:
+            return
+        tail, known = self._tails[name], Tail(**saved[name])
+        if tail != known:
+            self.warnings.append(
+                f"{name}: {tail.lines} sound lines up to round {round_} in {str(self.path)!r}, the checkpoint of that "
+                f"round was saved after {known.lines}; what is missing or was changed is not restored"
+            )
+            self._tails[name] = known  # the next line does not follow the last: the gap stays visible
 
     @staticmethod
     def check(path: Path) -> None:
@@ -103,23 +146,50 @@ class RunFolder:
             self.append_lines(REFUSALS, lines)
 
     def append_lines(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
-        """Add JSON objects to a file, a line each, and wait until they are on the disk."""
-        with write_errors("--out", self.path), (self.path / name).open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-            file.flush()
-            os.fsync(file.fileno())  # the lines must be on disk before a checkpoint of this round
+        """Add JSON objects to a file, a line each with checksums, and wait until they are on the disk."""
+        text, tail = "", self._tail(name)
+        for line in lines:
+            new, tail = linked(line, tail)
+            text += new + "\n"
+        with write_errors("--out", self.path):
+            append(self.path / name, text)  # on disk before a checkpoint of this round
+        self._tails[name] = tail
+
+    def _tail(self, name: str) -> Tail:
+        """Return the end of a file of lines; it is read once."""
+        if name not in self._tails:
+            chain = Chain()
+            with write_errors("--out", self.path), suppress(FileNotFoundError):
+                for _, line in lines_of(read_file(self.path / name, follow=False).decode("utf-8", "replace")):
+                    chain.gap(line)
+            self._tails[name] = chain.tail
+        return self._tails[name]
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """Number of lines and last checksum of the records and refusals, for a checkpoint or the summary."""
+        return {name: asdict(self._tail(name)) for name in (METRICS, REFUSALS)}
 
     @property
     def done(self) -> bool:
         """Whether the run is complete."""
         try:
-            return json.loads((self.path / SUMMARY).read_text(encoding="utf-8"))["status"] in DONE
-        except (OSError, ValueError, KeyError, TypeError):
+            return json.loads(read_file(self.path / SUMMARY))["status"] in DONE
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary."""
-        self.write(SUMMARY, json.dumps(summary, indent=2) + "\n")
+        """Write the summary, with the checksums of the other files and its own."""
+        with write_errors("--out", self.path):
+            config = hashlib.sha256(read_file(self.path / CONFIG)).hexdigest()
+        files = {CONFIG: {"sha256": config}, **self.sums}
+        self.write(SUMMARY, sealed(json.dumps({**summary, FILES: files}, indent=2)))
+
+    def change(self, config: str) -> None:
+        """Write another configuration of the same run; the summary, which belongs to the one before, is removed."""
+        with write_errors("--out", self.path):
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        self.write(CONFIG, config)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file atomically."""
@@ -129,10 +199,15 @@ class RunFolder:
 class NoFolder(RunFolder):
     """The folder in a process that does not write: another process writes the files."""
 
-    def rewind(self, round_: int, *others: str) -> list[Record]:
+    def rewind(self, round_: int, *others: str, saved: Mapping[str, Any] | None = None) -> list[Record]:
         """Return no records."""
-        del round_, others
+        del round_, others, saved
         return []
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """No checksums."""
+        return {}
 
     @property
     def done(self) -> bool:
@@ -140,6 +215,9 @@ class NoFolder(RunFolder):
         return False
 
     def finish(self, summary: dict[str, Any]) -> None:
+        """Write nothing."""
+
+    def change(self, config: str) -> None:
         """Write nothing."""
 
     def append_lines(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
@@ -154,4 +232,7 @@ def file_name(text: str) -> str:
 def _left_over(entry: Path) -> bool:
     """Whether a file was left by a run that was killed while its folder was created."""
     temporary = [part_of(Path(name)).name for name in (CONFIG, SEEDS)]
-    return entry.name in temporary or (entry.name == METRICS and entry.stat().st_size == 0)
+    found = entry.lstat()
+    return entry.name in temporary or (
+        entry.name == METRICS and stat.S_ISREG(found.st_mode) and found.st_size == 0 and found.st_nlink == 1
+    )

@@ -3,7 +3,6 @@
 On a GPU, runs that differ only in their seed are computed together.
 """
 
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 
 from tdpfed.config import Config, parse_config, to_toml
+from tdpfed.config.loading import CONFIG_BYTES, parse_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.files import write_errors, write_file
+from tdpfed.files import read_file, write_errors, write_file
 from tdpfed.runs.folder import CONFIG, SEEDS, RunFolder
 from tdpfed.runs.session import Session, run_together
 
@@ -37,12 +37,17 @@ class CellResult:
     warnings: Sequence[str] = ()
 
 
-def begin_seeds(config: Config, folder: Path) -> Path:
-    """Create a folder for a run with several seeds and return it; a folder with other content is refused."""
+def check_seeds(config: Config, folder: Path) -> None:
+    """Refuse a folder with other content than this run with several seeds; nothing is written."""
     if not has_seeds(folder):
         RunFolder.check(folder)
     elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
         raise TDPFedError(f"--out: {str(folder)!r} given, which holds another run; must be another folder")
+
+
+def begin_seeds(config: Config, folder: Path) -> Path:
+    """Create a folder for a run with several seeds and return it; a folder with other content is refused."""
+    check_seeds(config, folder)
     _create(folder)
     write_file(folder / SEEDS, to_toml(config), field="--out")
     return folder
@@ -69,6 +74,15 @@ def finished(cells: Sequence[Cell], folder: Path) -> list[Cell]:
     return done
 
 
+def check_cells(cells: Sequence[Cell], folder: Path) -> None:
+    """Refuse cells of the same name, and a folder with another experiment; nothing is written."""
+    names = {cell.name for cell in cells}
+    if len(names) < len(cells):
+        raise TDPFedError(f"cells: {len(cells)} given with {len(names)} different names, names must be unique")
+    for cell in cells:
+        _check(folder / cell.name, cell.config)
+
+
 def run_cells(
     cells: Sequence[Cell],
     folder: Path,
@@ -77,16 +91,15 @@ def run_cells(
     on_start: Callable[[Sequence[Cell]], None],
     on_round: Callable[[Session], None],
     on_end: Callable[[CellResult], None],
+    on_stop: Callable[[], None] | None = None,
 ) -> list[CellResult]:
     """Run the cells that are not finished; a folder with another experiment is refused before any run.
 
-    Cells that were interrupted or failed resume from their last checkpoint. Ctrl-C is raised again.
+    Cells that were interrupted or failed resume from their last checkpoint. Ctrl-C is raised again; with ``on_stop``
+    the first one waits for the current round.
     """
+    check_cells(cells, folder)
     paths = {cell.name: folder / cell.name for cell in cells}
-    if len(paths) < len(cells):
-        raise TDPFedError(f"cells: {len(cells)} given with {len(paths)} different names, names must be unique")
-    for cell in cells:
-        _check(paths[cell.name], cell.config)
     _create(folder)
     results = {
         cell.name: CellResult(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
@@ -97,7 +110,7 @@ def run_cells(
     for group in _groups([cell for cell in cells if cell.name not in results]):
         on_start(group)
         try:
-            ended = _run(group, [paths[cell.name] for cell in group], data_root, on_round)
+            ended = _run(group, [paths[cell.name] for cell in group], data_root, on_round, on_stop)
         finally:
             torch.set_num_threads(threads)
         for result in ended:
@@ -107,7 +120,11 @@ def run_cells(
 
 
 def _run(
-    cells: Sequence[Cell], paths: Sequence[Path], data_root: Path | None, show: Callable[[Session], None]
+    cells: Sequence[Cell],
+    paths: Sequence[Path],
+    data_root: Path | None,
+    show: Callable[[Session], None],
+    on_stop: Callable[[], None] | None,
 ) -> list[CellResult]:
     sessions: list[Session] = []
     errors: Sequence[Exception | None]
@@ -115,11 +132,14 @@ def _run(
         for cell, path in zip(cells, paths, strict=True):
             begun = _begun(path)
             sessions.append(Session.resume(path, data_root) if begun else Session.begin(cell.config, path, data_root))
-        errors = run_together(sessions, show)
+        errors = run_together(sessions, show, on_stop)
         for session in [session for session in sessions if not session.summary]:
             session.end()  # it was killed between its last round and its summary
     except Exception as error:  # memory, disk or user code: the other cells still run
         errors = [error] * len(cells)
+    finally:
+        for session in sessions:
+            session.folder.release()
     warnings = [session.warnings for session in sessions] + [[]] * (len(cells) - len(sessions))
     return [
         CellResult(cell, path, error=None if error is None else _one_line(error), warnings=own)
@@ -138,7 +158,9 @@ def _groups(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
 
 
 def _check(path: Path, config: Config) -> None:
-    """Refuse a folder that holds anything but this run."""
+    """Refuse a folder that holds anything but this run, and a link to a folder elsewhere."""
+    if path.is_symlink():
+        raise TDPFedError(f"--out: {str(path)!r} is a symbolic link; give another folder")
     if not _begun(path):
         RunFolder.check(path)
         return
@@ -155,8 +177,8 @@ def _check(path: Path, config: Config) -> None:
 
 def _configuration(file: Path) -> Config:
     try:
-        return parse_config(tomllib.loads(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TDPFedError) as error:
+        return parse_config(parse_toml(read_file(file, most=CONFIG_BYTES).decode()))
+    except (OSError, UnicodeDecodeError, TDPFedError) as error:
         raise TDPFedError(f"--out: {str(file)!r} is damaged ({error})") from None
 
 

@@ -5,7 +5,7 @@ after Ctrl-C or an error.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tdpfed.config import Config
@@ -32,9 +32,12 @@ class Journal:
         self.summary: dict[str, Any] = {}  # empty until the run has ended
         self.start_clock()
 
-    def rewind(self, round_: int, *others: str) -> None:
-        """Resume after a round: keep the records up to it, and remove later lines from the folder's files."""
-        self.records = self.folder.rewind(round_, *others)
+    def rewind(self, round_: int, *others: str, saved: Mapping[str, Any] | None = None) -> None:
+        """Resume after a round: keep the records up to it, and remove later lines from the folder's files.
+
+        ``saved`` are the checksums in the checkpoint of that round (:attr:`RunFolder.sums`).
+        """
+        self.records = self.folder.rewind(round_, *others, saved=saved)
         self.start_clock()
 
     def start_clock(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from tdpfed.config import Config, flat, to_toml, toml_value
 from tdpfed.errors import TDPFedError
-from tdpfed.files import write_file
+from tdpfed.files import make_folder, read_file, write_file
 from tdpfed.server.records import Record
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         path = folder / "tensorboard"
+        make_folder(path)
         old = path.exists() and any(path.iterdir())
         # Discards what an earlier session wrote for this round and later ones.
         self._writer = cast(Any, SummaryWriter(path, purge_step=first if old else None))
@@ -136,13 +137,14 @@ class MLflow:
 
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
+            make_folder(folder / "mlruns")
             os.environ.setdefault(
                 "MLFLOW_ALLOW_FILE_STORE", "true"
             )  # MLflow prefers databases and requires this for files
         self._client = MlflowClient(uri or (folder / "mlruns").resolve().as_uri())
         self._steps: dict[str, int] = {}
         note = folder / "mlflow.json"
-        noted = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+        noted = json.loads(read_file(note, follow=False)) if note.exists() else {}
         if noted and noted["tracking_uri"] == uri:
             self._run = noted["run_id"]
             self._continue_run()

@@ -1,0 +1,51 @@
+"""What may differ between a run and its resumption; every other key of the configuration must be the same."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tdpfed.config.loading import flat
+from tdpfed.config.sections import Config
+from tdpfed.errors import TDPFedError, raise_all
+
+MAY_DIFFER: Mapping[str, str] = {
+    "run.rounds": "the run ends later; completed rounds stay",
+    "run.evaluate_every": "which rounds are reported",
+    "run.diagnostics_every": "which rounds are measured",
+    "run.loggers": "where records are also sent",
+    "run.device": "where it is computed; sums are rounded differently",
+    "run.threads": "how it is computed; sums may be rounded differently",
+    "run.chunk": "how clients are grouped",
+    "checkpoint.every": "which rounds are saved",
+    "checkpoint.keep": "how many checkpoints are kept",
+    "engine.state": "where private state is stored",
+}
+"""The keys that may differ, and what they change. None of them changes what is computed, but for the last bits."""
+
+
+def settings_by_key(config: Config) -> dict[str, Any]:
+    """Return a configuration by full key, as the plain values that JSON gives back: lists, no tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(flat(config.as_dict())))
+    return values
+
+
+def check_same_run(saved: object, config: Config, where: str) -> None:
+    """Refuse a configuration that differs from a saved one in anything but :data:`MAY_DIFFER`; name all differences.
+
+    ``where`` says what was saved, such as ``the checkpoint``.
+    """
+    if not isinstance(saved, Mapping):
+        raise TDPFedError(f"none saved in {where}, so it cannot be shown to be of this run", field="configuration")
+    now = settings_by_key(config)
+    raise_all(
+        [
+            TDPFedError(
+                f"{now.get(key)!r} given, must be {saved.get(key)!r} as in {where}",
+                field=key,
+                value=now.get(key),
+                allowed=repr(saved.get(key)),
+            )
+            for key in sorted({*saved, *now} - set(MAY_DIFFER), key=str)
+            if saved.get(key) != now.get(key)
+        ]
+    )

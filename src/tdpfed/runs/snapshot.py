@@ -1,0 +1,130 @@
+"""The state from which a run resumes, and the checks that it belongs to the run that resumes from it.
+
+It must be of the same method and seed, of the same data in the hands of the same clients, and its rounds must have
+spent the privacy that the run's settings say they do.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tdpfed.core.setting import plain
+from tdpfed.core.state import State
+from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.store import Rows, Store
+from tdpfed.errors import TDPFedError, wrong
+from tdpfed.server.step import ServerStep
+from tdpfed.wire import Wire
+
+FILE_BYTES = 1 << 27
+"""Bytes of rows in one file; as much extra memory is needed while it is written or read."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state from which a run resumes: the server's state, the clients' rows, and metadata for JSON."""
+
+    round: int
+    server: State
+    private: Rows
+    meta: dict[str, Any]
+
+
+def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
+    """Return the state of a run, with ``meta`` added; the rows are not copied: save before the next round."""
+    own = {
+        "algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger),
+        "data": simulation.federation.digest, "privacy": spent_by(simulation, simulation.round),
+        **{section: plain(settings) for section, settings in _form(simulation).items()},
+    }  # fmt: skip
+    return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
+
+
+def _form(simulation: Simulation) -> dict[str, Wire | ServerStep]:
+    """Return the settings, by section, on which the entries of a checkpoint and their meaning depend."""
+    return {"wire": simulation.channel.wire, "server": simulation.server_round.step}
+
+
+def spent_by(simulation: Simulation, rounds: int) -> dict[str, float] | None:
+    """Return the privacy that rounds of this run spend, and what it follows from; None without privacy."""
+    accountant = simulation.accountant
+    if accountant is None:
+        return None
+    asked = accountant.privacy
+    return {
+        "epsilon": accountant.epsilon(rounds), "delta": asked.delta, "noise": asked.noise, "clip": asked.clip,
+        "rate": accountant.rate,
+    }  # fmt: skip
+
+
+def _check_privacy(simulation: Simulation, snapshot: Snapshot) -> None:
+    """Refuse a run whose settings say that the completed rounds spent another epsilon than they did.
+
+    Epsilon itself may differ a little, by the version of the library that computes it.
+    """
+    saved, now = snapshot.meta.get("privacy"), spent_by(simulation, snapshot.round)
+    if saved is None and now is None:
+        return
+    if saved is None or now is None:
+        raise TDPFedError(f"checkpoint: privacy {saved!r} saved, must be {now!r} as in this run")
+    spent = saved.get("epsilon")
+    if {**now, "epsilon": spent} != saved or not math.isclose(spent, now["epsilon"], rel_tol=1e-3):
+        raise TDPFedError(
+            f"checkpoint: privacy {saved} was spent in {snapshot.round} rounds, by the settings of this run it would "
+            f"be {now}; what was spent is not counted again with other settings"
+        )
+
+
+def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
+    """Resume a run from ``snapshot``; one of another run is refused, and the simulation does not change.
+
+    Rows are copied, so that two runs never share state; with ``take`` the run uses the snapshot's store itself.
+    """
+    meta = snapshot.meta
+    for name, mine in (("algorithm", simulation.algorithm.name), ("seed", simulation.seed)):
+        if meta.get(name) != mine:
+            raise TDPFedError(f"checkpoint: {name} {meta.get(name)!r} saved, must be {mine!r} as in this run")
+    if meta.get("data") != simulation.federation.digest:
+        raise TDPFedError(
+            f"checkpoint: data with checksum {meta.get('data')!r} saved, must be {simulation.federation.digest!r}: the "
+            "samples, their labels or their distribution to clients differ from those of this run"
+        )
+    _check_privacy(simulation, snapshot)
+    for section, settings in _form(simulation).items():
+        known = plain(type(settings)()) | meta.get(section, {})  # an older version had the defaults
+        for name, value in plain(settings).items():
+            if known[name] != value:
+                raise wrong(f"{section}.{name}", value, f"{known[name]!r} as in the run's checkpoint")
+    for place, saved, have in (
+        ("server", _spec(snapshot.server), _spec(simulation.server)),
+        ("private", snapshot.private.spec, simulation.store.spec),
+    ):
+        if saved != have:
+            raise TDPFedError(f"checkpoint: {place} state {saved} saved, must be {have} as in this run")
+    try:
+        ledger = type(simulation.ledger)(**meta["ledger"])
+    except (KeyError, TypeError):
+        raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
+    # A copy, since tensors that torch allocates are aligned: the last bit may depend on alignment.
+    server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
+    if take and isinstance(snapshot.private, Store):
+        store = snapshot.private
+    else:
+        start = {name: value.to(simulation.store.start[name].device) for name, value in snapshot.private.start.items()}
+        store = simulation.store.like(start, snapshot.private.clients)
+        for ids in split_by_size(snapshot.private, snapshot.private.touched.nonzero().flatten()):
+            store.put(ids, snapshot.private.rows(ids))
+    simulation.resume_from(snapshot.round, server, store, ledger)
+
+
+def split_by_size(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:
+    """Split ids into parts whose rows fit in one file."""
+    row = sum(value.nbytes for value in private.start.values())
+    pieces: tuple[Tensor, ...] = ids.split(max(1, FILE_BYTES // max(1, row)))
+    return pieces
+
+
+def _spec(state: State) -> dict[str, str]:
+    return {name: f"{value.dtype} {tuple(value.shape)}".removeprefix("torch.") for name, value in state.items()}
