@@ -29,7 +29,8 @@ from tdpfed.engine.attacks import Attack
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.checkpoints import Checkpoints, restore, snapshot_of
+from tdpfed.runs.checkpoints import Checkpoints
+from tdpfed.runs.snapshot import restore, snapshot_of
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy
 from tdpfed.server.robust import Rule

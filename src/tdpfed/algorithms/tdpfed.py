@@ -130,11 +130,6 @@ class TDPFed(Algorithm):
         """ACT composes each client's tensors before it averages them."""
         return self.aggregation == "afm"
 
-    @property
-    def averaged(self) -> tuple[str, ...]:
-        """AFM's factors; ACT fits its factors to the averaged tensors."""
-        return ("factors",) if self.aggregation == "afm" else ()
-
     def compression_reached(self) -> tuple[float, float, str] | None:
         """Ranks are integers and biases stay dense; None with explicit ranks or patterns."""
         if self.ranks or self.exclude:
