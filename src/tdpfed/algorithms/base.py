@@ -159,7 +159,7 @@ class Algorithm(ABC):
     @property
     def averaged(self) -> tuple[str, ...]:
         """The server's entries that are averages of uploads: a server optimizer may step on them instead."""
-        return tuple(name for name in self.up() if name in self.down()) if self.averages else ()
+        return tuple(name for name in self.up() if name in self.down()) if self.averages and self.summable else ()
 
     @property
     def plan(self) -> FactorPlan | None:
