@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tdpfed.engine.result import Result, simulate
     from tdpfed.errors import TDPFedError
     from tdpfed.server.participation import Participation
+    from tdpfed.server.step import ServerStep
+    from tdpfed.wire import Wire
 
 __version__ = "0.1.0"
 
@@ -54,11 +56,13 @@ __all__ = [
     "Participation",
     "PerFedAvg",
     "Result",
+    "ServerStep",
     "State",
     "TDPFed",
     "TDPFedError",
     "Turn",
     "Update",
+    "Wire",
     "densify",
     "hyper",
     "make_federation",
@@ -87,6 +91,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
         "tdpfed.core.layout": ("Layout",),
         "tdpfed.data": ("Federation", "make_federation"),
         "tdpfed.server.participation": ("Participation",),
+        "tdpfed.server.step": ("ServerStep",),
+        "tdpfed.wire": ("Wire",),
         "tdpfed.engine.result": ("Result", "simulate"),
         "tdpfed.errors": ("TDPFedError",),
         "tdpfed.cp.layers": ("densify", "tensorize"),
