@@ -1,7 +1,7 @@
 """What compressing uploads costs: seconds of a FedAvg round in each form of an upload, over those of a dense one.
 
-The round is that of the paper's MNIST experiment (20 clients, DNN 784-100-10, 23 steps of 20 samples), on random numbers
-of these shapes. The forms take turns, so that noise affects all of them equally; a ratio is of the fastest quarters.
+The round is that of the paper's MNIST experiment (20 clients, DNN 784-100-10, 23 steps of 20 samples), on random data
+of its shapes. The forms take turns, so that noise affects all of them equally; a ratio is of the fastest quarters.
 
     python benchmarks/update_cost.py --rounds 40
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from common import provenance, write
 
-from tdpfed import Federation, FedAvg, Wire
+from tdpfed import FedAvg, Federation, Wire
 from tdpfed.engine.simulation import Simulation
 from tdpfed.models import build
 
