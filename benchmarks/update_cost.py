@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import provenance, write
@@ -65,7 +66,7 @@ def main() -> None:
             if turn >= WARM_UP:
                 times[name].append(took)
     fast = {name: statistics.mean(sorted(own)[: max(1, len(own) // 4)]) for name, own in times.items()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "form": name,
             "seconds": fast[name],
