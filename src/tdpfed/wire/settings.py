@@ -48,7 +48,7 @@ class Wire:
         "dense", "what the server sends: its model, or rank-one terms of its change since the last round"
     )
     down_terms: int = setting(DEFAULT_DOWN_TERMS, "down = factors: rank-one terms per parameter", least=1)
-    down_codec: Codec = setting("int8", "down = factors: number format of the terms")
+    down_codec: Codec = setting("int4", "down = factors: number format of the terms")
 
     def __post_init__(self) -> None:
         check(self)
