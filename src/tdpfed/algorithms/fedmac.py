@@ -46,7 +46,8 @@ class FedMac(FedAvg):
         for batch in local.batches():
             for _ in range(self.s):
                 g, loss = local.gradient(theta, batch)
-                theta = theta - self.eta_p * (g - self.lam * w + self.gamma * torch.tanh(theta / self.rho))
+                sparse = torch.add(g, torch.tanh(theta / self.rho), alpha=self.gamma)
+                theta = torch.sub(theta, torch.sub(sparse, w, alpha=self.lam), alpha=self.eta_p)
             w = self._boxed(towards(w, theta, self.eta * self.lam))  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

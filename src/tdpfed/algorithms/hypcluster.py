@@ -16,7 +16,7 @@ from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.core.draws import dealt
 from tdpfed.core.layout import Layout
-from tdpfed.core.local import LocalWork
+from tdpfed.core.local import LocalWork, joined
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.errors import wrong
 
@@ -72,8 +72,8 @@ class HypCluster(FedAvg):
         """Choose a model and train it."""
         del private
         models = message["models"].unflatten(-1, (self.clusters, self.layout.size))
-        batches = [local.batch(self.tau + t) for t in range(self.choice_batches if self.clusters > 1 else 0)]
-        losses = [sum((local.loss(w, one) for one in batches), 0 * w[..., 0]) for w in models.unbind(-2)]
+        batch = joined(local.batch(self.tau + t) for t in range(self.choice_batches))
+        losses = [local.loss(w, batch) if self.clusters > 1 else w[..., 0] for w in models.unbind(-2)]
         drawn = torch.as_tensor(local.turn.round, device=models.device) <= self.drawn_rounds
         number = torch.where(
             drawn, dealt(local.turn, self.population, self.clusters), torch.stack(losses, -1).argmin(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
-from tdpfed.core.local import LocalWork
+from tdpfed.core.local import LocalWork, joined
 from tdpfed.core.state import State
 from tdpfed.errors import wrong
 
@@ -69,10 +69,8 @@ class Mapper(FedAvg):
         mixes = torch.tensor(self.mixes, dtype=w.dtype, device=w.device)
         if len(fitted) == 1:
             return mixes.expand(*w.shape[:-1], 1), fitted[0]
-        losses = torch.zeros(*w.shape[:-1], len(fitted), dtype=w.dtype, device=w.device)
-        for t in range(self.choice_batches):
-            batch = local.validation(t)
-            pairs = zip(self.mixes, fitted, strict=True)
-            losses = losses + torch.stack([local.loss(lam * v + (1 - lam) * w, batch) for lam, v in pairs], -1)
+        batch = joined(local.validation(t) for t in range(self.choice_batches))
+        pairs = zip(self.mixes, fitted, strict=True)
+        losses = torch.stack([local.loss(lam * v + (1 - lam) * w, batch) for lam, v in pairs], -1)
         best = losses.argmin(-1, keepdim=True)
         return mixes[best], torch.take_along_dim(torch.stack(fitted, -2), best[..., None], -2).squeeze(-2)

@@ -6,7 +6,7 @@ calls compute K clients at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
@@ -214,6 +214,13 @@ def _there(what: str, found: Callable[[int], T] | None) -> Callable[[int], T]:
     if found is None:
         raise TDPFedError(f"the method needs {what}, which there are none of here", field="algorithm.name")
     return found
+
+
+def joined(batches: Iterable[Batch]) -> Batch:
+    """Return minibatches of one size as one minibatch: its mean loss is the mean of theirs."""
+    xs, ys = zip(*batches, strict=True)
+    samples = ys[0].ndim - 1
+    return torch.cat(xs, samples), torch.cat(ys, samples)
 
 
 def check_steps(steps: int) -> None:

@@ -68,7 +68,9 @@ class HadamardPlan:
         """Return the parameters ``(..., P)``, and the function from their gradient to those of both factor vectors."""
         ones, twos = self._groups(self.first, first), self._groups(self.second, second)
         left = [group[0] if rank is None else product(group) for group, rank in zip(ones, self.ranks, strict=True)]
-        right = [None if rank is None else product(g) + self.constant for g, rank in zip(twos, self.ranks, strict=True)]
+        right = [None if rank is None else product(group) for group, rank in zip(twos, self.ranks, strict=True)]
+        if self.constant:
+            right = [None if b is None else b + self.constant for b in right]
         pairs = list(zip(left, right, strict=True))
         lead = first.shape[:-1]
         theta = self.dense.join([
