@@ -202,9 +202,11 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
         raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: whole numbers, one per sample")
     if mask is not None and mask.dtype != np.bool_:
         raise TDPFedError(f"test_mask of {str(path)!r}: {mask.dtype}; allowed: true or false for each sample")
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused as such
+        x = x if x.dtype == np.uint8 else x.astype(np.float32)
     return Dataset(
         str(path),
-        x if x.dtype == np.uint8 else x.astype(np.float32),
+        x,
         y.astype(np.int64),
         formats.count_classes(y) if classes is None else classes,
         mask,
