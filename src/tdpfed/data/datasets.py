@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tdpfed.data import formats, sources
 from tdpfed.data.partition import numbered
 from tdpfed.data.synthetic import synthetic
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, shown, unknown
 
 MOST_CLASSES = 1_000_000
 
@@ -190,8 +190,12 @@ def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -
 
 
 def _own(path: Path, classes: int | None = None) -> Dataset:
-    if not path.is_file():
-        raise TDPFedError(f"data file {str(path)!r}: not found; allowed: an existing .npz or .parquet file")
+    try:
+        found = path.is_file()
+    except OSError:  # a name that no file system takes
+        found = False
+    if not found:
+        raise TDPFedError(f"data file {shown(str(path))}: not found; allowed: an existing .npz or .parquet file")
     if classes is not None and (type(classes) is not int or not 1 <= classes <= MOST_CLASSES):
         raise TDPFedError(f"{classes!r}; allowed: a whole number from 1 to {MOST_CLASSES:,}", field="options.classes")
     arrays = _READERS[path.suffix](path)
@@ -202,9 +206,11 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
         raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: whole numbers, one per sample")
     if mask is not None and mask.dtype != np.bool_:
         raise TDPFedError(f"test_mask of {str(path)!r}: {mask.dtype}; allowed: true or false for each sample")
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused as such
+        x = x if x.dtype == np.uint8 else x.astype(np.float32)
     return Dataset(
         str(path),
-        x if x.dtype == np.uint8 else x.astype(np.float32),
+        x,
         y.astype(np.int64),
         formats.count_classes(y) if classes is None else classes,
         mask,

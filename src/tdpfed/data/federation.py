@@ -155,7 +155,7 @@ class Federation:
         cls, name: str, x: Tensor, y: Tensor, parts: Parts, classes: int, normalize: str, dtype: torch.dtype
     ) -> Self:
         _floating(dtype)
-        if x.ndim < 2 or x.is_complex():
+        if x.ndim < 2 or x.is_complex() or 0 in x.shape[1:]:
             raise TDPFedError(
                 f"{x.dtype} of shape {tuple(x.shape)}; allowed: real numbers of shape (samples, ...)", field="x"
             )

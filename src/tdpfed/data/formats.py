@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import MOST_SHOWN, TDPFedError, unknown
 from tdpfed.files import check_regular
 
 Array = NDArray[Any]
@@ -30,7 +30,8 @@ MOST_DEFLATED = 1032
 
 
 def _broken(path: Path | str, found: str, expected: str) -> TDPFedError:
-    return TDPFedError(f"data file {str(path)!r}: {found}; expected {expected}")
+    short = found if len(found) <= MOST_SHOWN else f"{found[:MOST_SHOWN]}..."  # it may quote a file
+    return TDPFedError(f"data file {str(path)!r}: {short}; expected {expected}")
 
 
 def _read(path: Path) -> bytes:
@@ -120,6 +121,8 @@ def read_npz(path: Path) -> dict[str, Array]:
             for name in members:
                 if name not in allowed:
                     raise unknown(f"array of {str(path)!r}", name, allowed)
+            if sum(info.compress_size for info in members.values()) > path.stat().st_size:
+                raise ValueError("its arrays are longer than the file")
             _check_size(sum(info.file_size for info in members.values()), path)
             arrays = {name: _member(file, info) for name, info in members.items()}
     except TDPFedError:
@@ -163,6 +166,7 @@ def _member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
             filled += len(part)
         if filled != size:
             raise ValueError(f"{info.filename} ends before its last value")
+    values = values.view(np.uint8) != 0 if values.dtype == np.bool_ else values  # no other bytes than 0 and 1
     return values.T if fortran else values
 
 
