@@ -4,17 +4,20 @@ The last test starts a federation and an intruder who is another user: ``python 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +40,13 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.supernode.main import create_app as supernode_app
 from flwr.supernode.nodestate import NodeStateFactory
+from test_flower_federation import PATIENCE, Trial, left_over
 from typer.testing import CliRunner
 
 from tdpfed.cli import app
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import guard, superexec
+from tdpfed.flower.federation import QUIET
 from tdpfed.flower.guard import log_in, private_folder, superlink_command, supernode_command
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
@@ -111,6 +116,8 @@ def test_only_who_has_the_secret_gets_a_task(servers: dict[str, Server], name: s
     assert ask(SECRET) == 200
     assert ask(None) == 401
     assert ask(b"t" * 32) == 401
+    servers[name].app.state.superexec_auth_secret = None  # as Flower starts its servers
+    assert ask(None) == 200
 
 
 @pytest.mark.parametrize("name", ["SuperLink", "SuperNode"])
@@ -330,3 +337,113 @@ def test_an_operator_is_logged_in_by_a_file_that_only_the_owner_can_read(
         log_in("a:8000", keys / "operator.key", tmp_path / "home")
     assert key.isalnum()
     assert len(key) == 64
+
+
+# -- with processes and another user -----------------------------------------------------------------------------------
+
+OTHER = 54_321
+"""The id of a user without an account: the kernel knows users by their ids, and nothing has to be removed later."""
+
+
+def other_user(python: str, arguments: Sequence[str], home: Path) -> "subprocess.Popen[str]":
+    """Start Python as another user, with nothing of this process's environment but the way to Flower."""
+    environment = {
+        "PATH": os.environ["PATH"], "HOME": str(home), "FLWR_HOME": str(home / "flwr"), **QUIET,
+        "PYTHONPATH": sysconfig.get_path("purelib"),
+    }  # fmt: skip
+    return subprocess.Popen(
+        [python, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=home, user=OTHER, group=OTHER, extra_groups=(), env=environment,
+    )  # fmt: skip
+
+
+def python_of_other(home: Path) -> str:
+    """Return a Python that another user can run, and that imports the same Flower."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for python in (sys.executable, *(f"{folder}/{version}" for folder in ("/usr/local/bin", "/usr/bin"))):
+        with contextlib.suppress(OSError):
+            said, _ = other_user(python, ["-c", "import flwr.cli.app, httpx; print('there')"], home).communicate()
+            if "there" in said:
+                return python
+    pytest.skip(f"another user can run no {version} with this Flower")
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that all users can enter, with a home for another user."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        folder.chmod(0o755)
+        (folder / "home").mkdir(0o700)
+        os.chown(folder / "home", OTHER, OTHER)
+        yield folder
+        assert left_over(folder) == []
+    finally:
+        shutil.rmtree(folder)
+    assert not [entry for entry in Path("/proc").glob("[0-9]*") if owner(entry) == OTHER]
+
+
+def owner(entry: Path) -> int:
+    try:
+        return entry.stat().st_uid
+    except OSError:
+        return -1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="command lines are read in /proc")
+def test_another_user_gets_no_task_starts_no_run_and_reads_no_file(shared: Path) -> None:
+    home, script = shared / "home", shared / "intruder.py"
+    python = python_of_other(home)
+    trial = Trial(shared / "federation", 2, "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=2")
+    shutil.copy(Path(__file__).with_name("intruder.py"), script)
+    shutil.copytree(shared / "federation" / "app", home / "app")
+    (home / "flwr").mkdir()
+    shutil.copy(trial.federation.keys / "ca.pem", home / "ca.pem")  # the authority is no secret
+    text = (shared / "federation" / "server" / "flwr" / "config.toml").read_text()
+    (home / "flwr" / "config.toml").write_text(text.replace(str(trial.federation.keys), str(home)))
+    for place in home.rglob("*"):
+        os.chown(place, OTHER, OTHER)
+    script.chmod(0o644)
+    intruder = other_user(python, [str(script), str(shared / "federation")], home)
+    try:
+        with trial.federation as federation:
+            trial.start()
+            process = federation.submit(shared / "federation" / "app")
+            run = ["-c", "from flwr.cli.app import app; app()", "run", str(home / "app"), "federation"]
+            said, _ = (started := other_user(python, run, home)).communicate(timeout=PATIENCE)
+            assert started.returncode != 0, said
+            assert "uthenticat" in said, said
+            trial.finish(process)
+        got = json.loads(intruder.communicate(timeout=60)[0].splitlines()[-1])
+    finally:
+        intruder.kill()
+        intruder.wait()
+    trial.equals_simulation()
+    assert {line["round"]: line["refused"] for line in trial.rounds()} == {1: [], 2: []}
+    assert got["user"] == OTHER
+    assert (got["tasks"], got["opened"]) == ([], [])
+    asked = {name.split()[0]: 0 for name in got["statuses"]}
+    assert asked.keys() == {"runtime/acquire-task", "control/list-runs", "control/start-run"}
+    assert {name for name in got["statuses"] if name.endswith(" 401")} == {f"{name} 401" for name in asked}
+    assert not [name for name in got["statuses"] if name.split()[1].startswith("2")], got["statuses"]
+    for app_ in ("flwr-clientapp", "flwr-serverapp"):
+        seen = [line for line in got["lines"] if app_ in line.split("\0")[1]]
+        assert seen, got["lines"]
+        assert all("\0--token-file\0/dev/fd/" in line for line in seen), seen
+    assert not [line for line in got["lines"] if "\0--token\0" in line]
+    ports = {address for line in got["lines"] for address in re.findall(r"--runtime-api-address\0([\w.:]+)", line)}
+    assert len(ports) == 3  # the SuperLink's and both SuperNodes'
+    with sqlite3.connect(shared / "federation" / "server" / "superlink.db") as database:
+        assert database.execute("SELECT COUNT(*) FROM run").fetchall() == [(1,)]
+    assert mode(shared / "federation" / "server" / "superlink.db") == 0o600
+    assert mode(shared / "federation") == 0o700
+    assert not open_to_others(shared / "federation" / "server") | open_to_others(shared / "federation" / "node-0")
+
+
+def open_to_others(folder: Path) -> set[str]:
+    """Return the files that services wrote below a folder and that other users could read if they could enter it."""
+    written = {str(path) for path in folder.rglob("*") if not path.is_symlink() and mode(path) & 0o077}
+    return {path for path in written if not path.endswith(("/data.npz", "/config.toml"))}  # not written by a service
