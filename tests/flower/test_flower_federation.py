@@ -77,7 +77,7 @@ class Trial:
     """An app on the digits and a federation to run it on, both below one folder."""
 
     def __init__(self, work: Path, nodes: int, *overrides: str, **flower: Any) -> None:
-        self.demo = Demo(work, nodes, overrides=overrides)
+        self.demo = Demo(work, nodes, overrides=(*overrides, "run.runner=loop"))  # nodes compute one by one
         self.config: Config = load_config("digits", self.demo.settings)
         deal(self.config, self.demo)
         given = {"nodes": nodes, "out": str(work / "run"), "deadline": 60.0, "wait": 300.0, **flower}

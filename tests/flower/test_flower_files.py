@@ -43,6 +43,7 @@ def test_keys_are_what_tls_and_flower_take(tmp_path: Path) -> None:
         "ca.key",
         "server.pem",
         "server.key",
+        "operator.key",
         *(f"node-{k}.{e}" for k in (0, 1) for e in ("key", "pub")),
     }
     for file in files:

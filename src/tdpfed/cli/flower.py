@@ -1,6 +1,8 @@
-"""Commands for deployment on Flower: a new app, keys, and a complete federation on one machine."""
+"""Commands for deployment on Flower: a new app, keys, the services, and a complete federation on one machine."""
 
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,9 +17,17 @@ from tdpfed.errors import TDPFedError
 
 flower = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None,
-    help="Deploy on Flower: create an app or keys, or run a federation on this machine.",
+    help="Deploy on Flower: create an app or keys, start services, or run a federation on this machine.",
 )  # fmt: skip
 app.add_typer(flower, name="flower")
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+Runtime = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR", help="Folder for the service's own secrets, made anew whenever it starts; one for each."
+    ),
+]
 
 
 @flower.command()
@@ -51,7 +61,7 @@ def keys(
     days: Annotated[int, typer.Option(help="Days that the certificates are valid.")] = 365,
     json_: Json = False,
 ) -> None:
-    """Create a certificate authority, a server certificate and node keys for a trial federation."""
+    """Create a certificate authority, a server certificate, an operator's key and node keys for a trial federation."""
     _require_flower()
     from tdpfed.flower.keys import make_keys
 
@@ -61,9 +71,56 @@ def keys(
         return
     typer.echo("\n".join(str(file) for file in files))
     print_stderr([
-        "keep server.key on the server, node-K.key on node K, and ca.key on neither; every node needs ca.pem",
+        "keep server.key and operator.key on the server, node-K.key on node K, and ca.key on neither; every node needs "
+        "ca.pem; who has operator.key can run code on every node",
         f"register a node: flwr supernode register {folder / 'node-0.pub'}",
     ])  # fmt: skip
+
+
+@flower.command(context_settings=PASSED_ON)
+def superlink(
+    context: typer.Context,
+    runtime: Runtime,
+    operator: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The operator's key: operator.key of tdpfed flower keys.")
+    ] = None,
+    open_: Annotated[
+        bool,
+        typer.Option("--open", help="Instead of --operator: whoever reaches the port can run code on every node."),
+    ] = False,
+) -> None:
+    """Start a SuperLink that runs apps for the operator only; all other options are those of flower-superlink."""
+    _require_flower()
+    from tdpfed.flower.guard import superlink_command
+
+    if (operator is None) != open_:
+        raise TDPFedError("--operator: must be given, or --open instead of it")
+    _become(superlink_command(runtime, operator, context.args))
+
+
+@flower.command(context_settings=PASSED_ON)
+def supernode(context: typer.Context, runtime: Runtime) -> None:
+    """Start a SuperNode that gives tasks to its own apps only; all other options are those of flower-supernode."""
+    _require_flower()
+    from tdpfed.flower.guard import supernode_command
+
+    _become(supernode_command(runtime, context.args))
+
+
+@flower.command()
+def login(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Address of the SuperLink, as in Flower's config.toml.")
+    ],
+    operator: Annotated[Path, typer.Option(metavar="FILE", help="The operator's key.")],
+) -> None:
+    """Let Flower's commands (flwr run, flwr supernode register, ...) send the operator's key to a SuperLink."""
+    _require_flower()
+    from flwr.supercore.utils import get_flwr_home
+
+    from tdpfed.flower.guard import log_in
+
+    typer.echo(str(log_in(address, operator, get_flwr_home())))
 
 
 @flower.command()
@@ -154,6 +211,14 @@ def _progress(rounds: int) -> Iterator[tuple[Callable[[str], None], Callable[[Ma
                 notify(f"round {line['round']} of {rounds}: {state}")
 
         yield notify, on_round
+
+
+def _become(command: list[str]) -> None:
+    """Replace this process by a service of Flower's; a child of it starts its apps."""
+    from tdpfed.flower.guard import search_path
+
+    sys.stdout.flush()
+    os.execve(command[0], command, {**os.environ, "PATH": search_path()})
 
 
 def _require_flower() -> None:

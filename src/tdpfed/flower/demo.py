@@ -25,6 +25,7 @@ from tdpfed.errors import TDPFedError, raise_all
 from tdpfed.files import write_errors
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
+from tdpfed.flower.guard import private_folder
 from tdpfed.flower.server_app import ROUNDS
 from tdpfed.flower.settings import Flower, as_run_config, read_settings, refused
 from tdpfed.flower.watch import Complaints, Notify, OnRound, failure_of, follow, speed
@@ -131,9 +132,9 @@ def deal(config: Config, demo: Demo) -> None:
     if config.data.augment != "none":
         raise TDPFedError(f"data.augment: {config.data.augment!r} given, must be 'none': nodes do not augment samples")
     federation = federation_of(config)
+    private_folder(demo.work)
     for number in range(demo.nodes):
-        folder = demo.work / f"node-{number}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(demo.work / f"node-{number}")
         x, y, x_test, y_test = (part.numpy() for part in federation.client(number))
         np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
 
@@ -248,7 +249,7 @@ def _own_app(demo: Demo) -> tuple[Path, str]:
                 f"{OPTIONS.get(key, '--set')}: {key!r} is not in the app's pyproject.toml, and Flower overrides "
                 "only keys that are; add it there"
             )
-    demo.work.mkdir(parents=True, exist_ok=True)
+    private_folder(demo.work)
     return demo.app.resolve(), " ".join(f"{key}={_quoted(key, value)}" for key, value in given.items())
 
 

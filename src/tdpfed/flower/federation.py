@@ -1,16 +1,15 @@
 """A federation on one machine: a SuperLink and SuperNodes as separate processes, on loopback.
 
-TLS and node authentication are on unless ``insecure`` is set. The processes started here send no telemetry, do not
+TLS and node authentication are on unless ``insecure`` is set. Other users of the machine can neither start code nor get
+a task, and read none of the files (:mod:`tdpfed.flower.guard`). The processes started here send no telemetry, do not
 check for updates and install nothing.
 """
 
 import os
 import shlex
-import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from tdpfed.config import toml_value
 from tdpfed.errors import TDPFedError
 from tdpfed.files import write_file
+from tdpfed.flower.guard import command_path, log_in, private_folder, search_path, superlink_command, supernode_command
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
 from tdpfed.flower.settings import OWN_CODE
@@ -59,11 +59,11 @@ class LocalFederation:
         return f"127.0.0.1:{self.port}"
 
     def prepare(self) -> None:
-        """Make keys, and the file in which Flower's commands look up the SuperLink."""
-        if not self.insecure:
-            make_keys(self.keys, self.nodes)
-        home = self.work / "server" / "flwr"
-        home.mkdir(parents=True, exist_ok=True)
+        """Make keys, and the files in which Flower's commands look up the SuperLink and the operator's key."""
+        private_folder(self.work)
+        make_keys(self.keys, self.nodes)
+        home = private_folder(self.work / "server") / "flwr"
+        log_in(self.address, self.keys / "operator.key", home)
         trust = "insecure = true" if self.insecure else f"root-certificates = {toml_value(str(self.keys / 'ca.pem'))}"
         text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{self.address}"\n{trust}\n'
         write_file(home / "config.toml", text, field="--out")
@@ -74,10 +74,11 @@ class LocalFederation:
             "--ssl-ca-certfile", str(self.keys / "ca.pem"), "--ssl-certfile", str(self.keys / "server.pem"),
             "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
         ]  # fmt: skip
-        command = [
-            command_path("flower-superlink"), *(["--insecure"] if self.insecure else secure), "--host", "127.0.0.1",
-            "--port", str(self.port), "--database", str(self.work / "server" / "superlink.db"),
+        options = [
+            *(["--insecure"] if self.insecure else secure), "--host", "127.0.0.1", "--port", str(self.port),
+            "--database", str(self.work / "server" / "superlink.db"),
         ]  # fmt: skip
+        command = superlink_command(self.work / "server" / "runtime", self.keys / "operator.key", options)
         process = self.processes.start("superlink", command, self.environment("server"))
         end = time.monotonic() + ANSWER_WITHIN
         while not self._answers():
@@ -112,11 +113,12 @@ class LocalFederation:
             "partition-id": number, "num-partitions": self.nodes,
             "state-dir": str(self.work / f"node-{number}" / "state"), **node_config,
         }  # fmt: skip
-        command = [
-            command_path("flower-supernode"), *(["--insecure"] if self.insecure else secure), "--superlink",
-            self.address, "--host", "127.0.0.1", "--port", str(free_port()), "--node-config",
+        options = [
+            *(["--insecure"] if self.insecure else secure), "--superlink", self.address, "--host", "127.0.0.1",
+            "--port", str(free_port()), "--node-config",
             " ".join(f"{name}={toml_value(value)}" for name, value in settings.items()),
         ]  # fmt: skip
+        command = supernode_command(self.work / f"node-{number}" / "runtime", options)
         self.processes.start(f"node-{number}", command, self.environment(f"node-{number}"))
 
     def submit(self, app: Path, overrides: str = "") -> "subprocess.Popen[bytes]":
@@ -127,11 +129,10 @@ class LocalFederation:
 
     def environment(self, place: str) -> dict[str, str]:
         """Return the environment of a process: no telemetry, a separate Flower folder, this Python's commands first."""
-        bin_ = str(Path(sys.executable).parent)
         own = {} if self.own_code is None else {OWN_CODE: str(self.own_code)}
         return {
             **os.environ, **QUIET, **own, "FLWR_HOME": str(self.work / place / "flwr"),
-            "PATH": f"{bin_}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PATH": search_path(),
         }  # fmt: skip
 
     def _answers(self) -> bool:
@@ -146,15 +147,6 @@ class LocalFederation:
 
     def _log_tail(self, name: str) -> str:
         return " ".join(self.processes.log(name).split()[-60:]) or "none"
-
-
-def command_path(name: str) -> str:
-    """Return the path of a Flower command: next to this Python, or on the search path."""
-    local = Path(sys.executable).parent / name
-    found = str(local) if local.exists() else shutil.which(name)
-    if found is None:
-        raise TDPFedError(f"{name}: not found; install Flower with pip install 'tdpfed[flower]'")
-    return found
 
 
 def free_port() -> int:

@@ -1,10 +1,11 @@
-"""Keys for a trial federation: a certificate authority, the server's certificate, and a key pair for each node.
+"""Keys for a trial federation: a certificate authority, the server's certificate, the operator's key, nodes' key pairs.
 
 Nodes trust the authority (``ca.pem``) and nothing else; the SuperLink trusts the node keys that were registered with
 it. In a real federation certificates come from its own authority, and every node makes its own key.
 """
 
 import ipaddress
+import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,8 +26,8 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str] = (), days: int = 3
     for field, value, most in (("--nodes", nodes, 10_000), ("--days", days, 3650)):
         if not 1 <= value <= most:
             raise TDPFedError(f"{field}: {value} given, must be at least 1 and at most {most}")
-    names = _names((*hosts, *LOOPBACK))
-    files = _authority_and_server(names, days)
+    files = certificates(hosts, days)
+    files["operator.key"] = f"{secrets.token_hex(32)}\n".encode()
     for number in range(nodes):
         key = ec.generate_private_key(ec.SECP384R1())
         files[f"node-{number}.key"] = key.private_bytes(
@@ -38,7 +39,9 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str] = (), days: int = 3
     return write_folder(folder, files, field="DIR", mode=0o700, private=".key")
 
 
-def _authority_and_server(names: list[x509.GeneralName], days: int) -> dict[str, bytes]:
+def certificates(hosts: Sequence[str], days: int) -> dict[str, bytes]:
+    """Return a certificate authority and the certificate of a server on these hosts and loopback, by file name."""
+    names = _names((*hosts, *LOOPBACK))
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tdpfed trial federation")])
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tdpfed trial SuperLink")])

@@ -47,15 +47,19 @@ class Processes:
             raise
 
     def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a process that writes to ``NAME.log``; no process of that name may be running."""
+        """Start a process that writes to ``NAME.log``; no process of that name may be running.
+
+        Whatever it writes is for this user alone.
+        """
         if name in self.running and self.running[name].poll() is None:
             raise TDPFedError(f"process: {name!r} is already running")
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         wrapper = [sys.executable, "-ISc", DIE_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
-        with (self.logs / f"{name}.log").open("ab") as log:
+        append = os.open(self.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(append, "ab") as log:
             self.running[name] = subprocess.Popen(
                 [*wrapper, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**env, MARK: self.mark},
+                env={**env, MARK: self.mark}, umask=0o077,
             )  # fmt: skip
         return self.running[name]
 
