@@ -82,8 +82,8 @@ class Algorithm(ABC):
     reports_change: ClassVar[bool] = False
     """Whether records say by how much each client's accuracy is above that of the global model."""
     follows: ClassVar[Literal["any", "rate", "none"]] = "any"
-    """Which settings of the optimizer hold for a client's steps: any if ``local.descend`` takes them, those of the rate if
-    they use ``local.rate``, or none."""
+    """What of the optimizer a client's steps follow: all if ``local.descend`` takes them, the schedule if they use
+    ``local.rate``, or nothing."""
     has_envelope: ClassVar[bool] = False
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 
