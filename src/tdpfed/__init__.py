@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         hyper,
     )
     from tdpfed.core.layout import Layout
+    from tdpfed.core.recipe import Optimizer
     from tdpfed.cp.layers import densify, tensorize
     from tdpfed.cp.plan import FactorPlan
     from tdpfed.data import Federation, make_federation
@@ -52,6 +53,7 @@ __all__ = [
     "Layout",
     "Local",
     "LocalWork",
+    "Optimizer",
     "PFedMe",
     "Participation",
     "PerFedAvg",
@@ -89,6 +91,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
             "hyper",
         ),
         "tdpfed.core.layout": ("Layout",),
+        "tdpfed.core.recipe": ("Optimizer",),
         "tdpfed.data": ("Federation", "make_federation"),
         "tdpfed.server.participation": ("Participation",),
         "tdpfed.server.step": ("ServerStep",),

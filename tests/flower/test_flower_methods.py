@@ -32,6 +32,7 @@ def _by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("algorithm.name=changes", "wire.codec=bfloat16", "algorithm.weights=uniform", "run.rounds=1"),
         ("algorithm.name=changes", "robust.clip=0.05"),
         ("algorithm.name=halves",),
+        ("algorithm.name=fedavg", "optimizer.name=adamw", "optimizer.clip=1", "optimizer.schedule=cosine"),
         ("algorithm.name=halves", "robust.name=median", "robust.clip=median"),
     ],
     ids=" ".join,

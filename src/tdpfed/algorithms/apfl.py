@@ -17,6 +17,7 @@ class APFL(FedAvg):
     """Adaptive personalized federated learning."""
 
     name = "apfl"
+    follows = "none"
 
     alpha: float = hyper(
         0.5, "initial share of a client's own model in its personalized one; 0 is FedAvg, 1 is local", least=0, most=1

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
+from tdpfed.core.recipe import USUAL
 from tdpfed.core.setting import check, setting, settings_of
 from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import TDPFedError, wrong
 
 Update = tuple[State, State, State]
 """The result of a client's round: new private state, upload, and metrics (at least ``loss``)."""
@@ -80,6 +81,9 @@ class Algorithm(ABC):
     """Whether private state holds values for each of a client's training samples, ``most_samples`` of them."""
     reports_change: ClassVar[bool] = False
     """Whether records say by how much each client's accuracy is above that of the global model."""
+    follows: ClassVar[Literal["any", "rate", "none"]] = "any"
+    """What of the optimizer a client's steps follow: all if ``local.descend`` takes them, the schedule if they use
+    ``local.rate``, or nothing."""
     has_envelope: ClassVar[bool] = False
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 
@@ -212,6 +216,9 @@ class Algorithm(ABC):
         """Return the result of :meth:`update`; refuse messages and states that are not as declared."""
         self._check("broadcast", message, "down()", {n: (k,) for n, k in lengths_of(self.down()).items()}, local.turn)
         new, upload, metrics = self.update(message, private, local)
+        if local.optimizer != USUAL and self.follows != "rate" and not local.descended:
+            allowed = f"the default with {self.name!r}, which takes no step by local.descend"
+            raise wrong("optimizer", local.optimizer, allowed)
         axes = local.turn.clients.ndim
         kept = {name: tuple(value.shape[axes:]) for name, value in private.items()}
         self._check("update: private state", new, "init_private()", kept, local.turn)

@@ -14,6 +14,7 @@ class Dapper(FedAvg):
     """Personalization by data interpolation."""
 
     name = "dapper"
+    follows = "none"
 
     lam: float = hyper(0.5, "weight of a client's own samples; the public ones have the rest", least=0, most=1)
     public: int = hyper(200, "number of public samples, drawn from the training samples of all", least=1, most=10**9)

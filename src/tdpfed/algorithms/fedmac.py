@@ -23,6 +23,7 @@ class FedMac(FedAvg):
     """Sparse personalized federated learning by maximizing correlation."""
 
     name = "fedmac"
+    follows = "none"
 
     lam: float = hyper(1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38)
     gamma: float = hyper(

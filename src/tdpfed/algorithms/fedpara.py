@@ -21,6 +21,7 @@ class FedPara(FedAvg):
     """Federated averaging of the factors of low-rank elementwise products."""
 
     name = "fedpara"
+    follows = "none"
 
     eta: float = hyper(0.1, "learning rate of the factors", above=0, most=1e38, rate=True)
     gamma: float = hyper(

@@ -12,6 +12,7 @@ from tdpfed.algorithms.base import Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
+from tdpfed.core.recipe import USUAL
 from tdpfed.core.state import State
 
 
@@ -43,8 +44,9 @@ class FineTune(FedAvg):
 
     def _tuned(self, theta: Tensor, local: LocalWork) -> Tensor:
         layout, part = self.layout, self.part
-        if part == layout:
-            return local.descend(theta, lr=self.tune_rate, steps=self.tune_steps, first=self.tau)[0]
+        if part == layout or local.optimizer != USUAL:
+            only = None if part == layout else layout.ranges(part)
+            return local.descend(theta, lr=self.tune_rate, steps=self.tune_steps, first=self.tau, only=only)[0]
         for t in range(self.tune_steps):
             g = local.gradient(theta, local.batch(self.tau + t))[0]
             moved = layout.take(theta, part) - self.tune_rate * layout.take(g, part)

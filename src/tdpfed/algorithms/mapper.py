@@ -18,6 +18,7 @@ class Mapper(FedAvg):
     """Personalization by model interpolation."""
 
     name = "mapper"
+    follows = "none"
 
     mixes: tuple[float, ...] = hyper(
         (0.0, 0.5, 0.8), "candidates for lambda, the share of the client's own model", least=0, most=1

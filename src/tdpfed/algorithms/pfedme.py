@@ -17,6 +17,7 @@ class PFedMe(Algorithm):
     """Personalized federated learning with Moreau envelopes."""
 
     name = "pfedme"
+    follows = "none"
 
     lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0)
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)

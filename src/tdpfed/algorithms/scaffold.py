@@ -18,6 +18,7 @@ class Scaffold(Algorithm):
     """Stochastic controlled averaging."""
 
     name = "scaffold"
+    follows = "rate"
     counts_clients = True
 
     eta: float = hyper(0.05, "learning rate of the clients", above=0, most=1e38, rate=True)
@@ -47,7 +48,7 @@ class Scaffold(Algorithm):
         """Take ``tau`` corrected steps; the mean gradient of these steps is the new control variate."""
         w, c, own = message["w"], message["c"], private["c"]
         y, loss = local.descend(w, lr=self.eta, correction=c - own)
-        new = own - c + (w - y) / (self.tau * self.eta)
+        new = own - c + (w - y) / (self.tau * local.rate(self.eta))
         return {"theta": y, "c": new}, {"dw": y - w, "dc": new - own}, {"loss": loss}
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:

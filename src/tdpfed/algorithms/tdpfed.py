@@ -23,6 +23,7 @@ class TDPFed(Algorithm):
     """Tensor Decomposition based Personalized Federated Learning, with the paper's MNIST settings as defaults."""
 
     name = "tdpfed"
+    follows = "none"
     has_envelope = True
 
     compression: float = hyper(2.0, "compression rate the CP ranks are chosen for", above=0)

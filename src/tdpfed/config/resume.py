@@ -9,7 +9,7 @@ from tdpfed.config.sections import Config
 from tdpfed.errors import TDPFedError, raise_all
 
 MAY_DIFFER: Mapping[str, str] = {
-    "run.rounds": "the run ends later; completed rounds stay",
+    "run.rounds": "the run ends later; completed rounds stay; fixed if a schedule follows it",
     "run.evaluate_every": "which rounds are reported",
     "run.diagnostics_every": "which rounds are measured",
     "run.loggers": "where records are also sent",
@@ -36,7 +36,9 @@ def check_same_run(saved: object, config: Config, where: str) -> None:
     """
     if not isinstance(saved, Mapping):
         raise TDPFedError(f"none saved in {where}, so it cannot be shown to be of this run", field="configuration")
-    now = settings_by_key(config)
+    now, may_differ = settings_by_key(config), set(MAY_DIFFER)
+    if config.optimizer.over(config.run.rounds) != config.optimizer:
+        may_differ.remove("run.rounds")  # the learning rate of every round depends on it
     raise_all(
         [
             TDPFedError(
@@ -45,7 +47,7 @@ def check_same_run(saved: object, config: Config, where: str) -> None:
                 value=now.get(key),
                 allowed=repr(saved.get(key)),
             )
-            for key in sorted({*saved, *now} - set(MAY_DIFFER), key=str)
+            for key in sorted({*saved, *now} - may_differ, key=str)
             if saved.get(key) != now.get(key)
         ]
     )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from tdpfed.algorithms import DEFAULT, Algorithm, find
+from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import check, plain, same, setting
 from tdpfed.data.build import Partition, Split
 from tdpfed.data.federation import Augment, Normalize
@@ -166,8 +167,9 @@ ALGORITHM = "algorithm"
 """The section of the method: its name, and the hyper-parameters that its class declares."""
 
 SECTIONS: dict[str, type] = {
-    "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "participation": Participation, "wire": Wire,
-    "server": ServerStep, "robust": Robust, "privacy": Privacy, "checkpoint": Checkpoint, "engine": Engine,
+    "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "optimizer": Optimizer,
+    "participation": Participation, "wire": Wire, "server": ServerStep, "robust": Robust, "privacy": Privacy,
+    "checkpoint": Checkpoint, "engine": Engine,
 }  # fmt: skip
 """The sections by name, in the order in which they are listed and written."""
 
@@ -181,6 +183,7 @@ class Config:
     model: Model = Model()
     method_name: str = DEFAULT  # as given: module:Class for a user's own method
     method: Algorithm = field(default_factory=find(DEFAULT))
+    optimizer: Optimizer = Optimizer()
     participation: Participation = Participation()
     wire: Wire = Wire()
     server: ServerStep = ServerStep()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tdpfed.core import optim
 from tdpfed.core.layout import Layout, Ranges
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn
 from tdpfed.errors import TDPFedError, wrong
 
@@ -121,8 +122,10 @@ NO_EXTRAS = Extras()
 class LocalWork(ABC):
     """A client's minibatches, gradients and steps in one round."""
 
-    def __init__(self, turn: Turn, tau: int, extras: Extras = NO_EXTRAS) -> None:
-        self.turn, self.tau, self._extras = turn, tau, extras
+    def __init__(self, turn: Turn, tau: int, extras: Extras = NO_EXTRAS, optimizer: Optimizer = USUAL) -> None:
+        self.turn, self.tau, self.optimizer, self._extras = turn, tau, optimizer, extras
+        self.descended = False
+        """Whether steps were taken by :meth:`descend`, which alone follows the optimizer."""
 
     @abstractmethod
     def batch(self, t: int) -> Batch:
@@ -153,8 +156,9 @@ class LocalWork(ABC):
         correction: Tensor | None = None,
         only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take gradient steps, each on a new minibatch; return the parameters and the last loss.
+        """Take steps of the optimizer, each on a new minibatch; return the parameters and the last loss.
 
+        By default these are gradient steps of size ``lr``, which the optimizer's schedule scales.
         ``tau`` steps unless ``steps`` is given, from minibatch ``first`` on. With an ``anchor`` the steps are on
         ``f + lam/2 ||theta - anchor||^2``; the loss is that of ``f``. A ``correction`` ``(..., P)`` is added to every
         gradient. With ``only``, as :meth:`Layout.ranges` returns it, the other parameters are frozen.
@@ -178,6 +182,10 @@ class LocalWork(ABC):
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return factors ``(..., Q)`` to optimize; an optimizer that continues takes its state from ``private``."""
 
+    def rate(self, lr: float) -> float | Tensor:
+        """Return the learning rate of this round, by the optimizer's schedule."""
+        return self.optimizer.rate(lr, self.turn.round)
+
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Yield the first ``count`` minibatches of this round, ``tau`` by default."""
         return (self.batch(t) for t in range(self.tau if count is None else count))
@@ -196,6 +204,7 @@ class LocalWork(ABC):
 
     def _steps(self, first: int, steps: int | None) -> range:
         """Return the minibatches that ``descend`` uses."""
+        self.descended = True
         count = self.tau if steps is None else steps
         check_steps(count)
         check_minibatch(first)
@@ -207,6 +216,14 @@ def inside(values: Tensor, ranges: Ranges) -> Tensor:
     found = torch.zeros_like(values)
     for begin, end in ranges:
         found[..., begin:end] = values[..., begin:end]
+    return found
+
+
+def replaced(values: Tensor, others: Tensor, ranges: Ranges) -> Tensor:
+    """Return ``others`` ``(..., P)`` inside of the ranges, and ``values`` elsewhere."""
+    found = values.clone()
+    for begin, end in ranges:
+        found[..., begin:end] = others[..., begin:end]
     return found
 
 

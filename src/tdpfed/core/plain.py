@@ -1,6 +1,6 @@
 """Local work in plain PyTorch: for the loop runner and Flower nodes, and the reference for tests of the fast one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +23,9 @@ from tdpfed.core.local import (
     check_minibatch,
     check_steps,
     inside,
+    replaced,
 )
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn
 
 
@@ -38,8 +40,9 @@ class PlainLocal(LocalWork):
         gradient: Gradient,
         extras: Extras = NO_EXTRAS,
         hessian_product: HessianProduct | None = None,
+        optimizer: Optimizer = USUAL,
     ) -> None:
-        super().__init__(turn, tau, extras)
+        super().__init__(turn, tau, extras, optimizer)
         self._batch, self._gradient, self._hessian_product = batch, gradient, hessian_product
 
     def batch(self, t: int) -> Batch:
@@ -68,15 +71,12 @@ class PlainLocal(LocalWork):
         correction: Tensor | None = None,
         only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take one gradient step per minibatch."""
-        for t in self._steps(first, steps):
-            g, loss = self.gradient(theta, self.batch(t))
-            if anchor is not None:
-                g = g + lam * (theta - anchor)
-            if correction is not None:
-                g = g + correction
-            theta = theta - lr * (g if only is None else inside(g, only))
-        return theta, loss
+        """Take one step per minibatch."""
+        batches = (self.batch(t) for t in self._steps(first, steps))
+        return follow(
+            self.optimizer, self.rate(lr), self.gradient, theta, batches,
+            anchor=anchor, lam=lam, correction=correction, only=only,
+        )  # fmt: skip
 
     def proximal(
         self,
@@ -103,6 +103,32 @@ class PlainLocal(LocalWork):
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return factors to optimize."""
         return start_factors(plan, a, rule, private)
+
+
+def follow(
+    optimizer: Optimizer,
+    lr: float | Tensor,
+    gradient: Gradient,
+    theta: Tensor,
+    batches: Iterable[Batch],
+    anchor: Tensor | None,
+    lam: float,
+    correction: Tensor | None,
+    only: Ranges | None,
+) -> tuple[Tensor, Tensor]:
+    """Take one step of the optimizer per minibatch, as :meth:`LocalWork.descend` does."""
+    rule = optimizer.rule(lr)
+    moments = rule.init(theta)
+    for count, batch in enumerate(batches, 1):
+        g, loss = gradient(theta, batch)
+        if anchor is not None:
+            g = g + lam * (theta - anchor)
+        if correction is not None:
+            g = g + correction
+        g = optimizer.clipped(g if only is None else inside(g, only))
+        moved, moments = rule.step(theta, g, moments, count)
+        theta = moved if only is None else replaced(theta, moved, only)
+    return theta, loss
 
 
 def start_factors(plan: Plan, a: Tensor, rule: FactorRule, private: State) -> "PlainFactors":

@@ -84,7 +84,8 @@ class Ensemble:
 def _kind(simulation: Simulation) -> tuple[object, ...]:
     """Return what simulations that are computed together must have in common."""
     runner = simulation.runner
-    return simulation.algorithm, simulation.federation.device, simulation.round, runner.precision, runner.kind
+    how = runner.precision, runner.kind, runner.optimizer
+    return simulation.algorithm, simulation.federation.device, simulation.round, *how
 
 
 def error_of(action: Callable[[], None]) -> TDPFedError | None:

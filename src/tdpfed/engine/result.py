@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.objective import Loss, cross_entropy
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.diagnostics import Diagnostics
@@ -59,6 +60,7 @@ def simulate(
     wire: Wire = PLAIN,
     rule: Rule = MEAN,
     server_step: ServerStep = AVERAGE,
+    optimizer: Optimizer = USUAL,
     attack: Attack | None = None,
     privacy: Privacy | None = None,
     precision: Precision = "float32",
@@ -67,13 +69,15 @@ def simulate(
 ) -> Result:
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
-    ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average. The model's
-    parameters are the common starting point. ``seed`` determines all random draws. With many clients, accuracy can be
-    measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not fit.
+    ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average, ``optimizer`` how
+    clients take their steps. The model's parameters are the common starting point. ``seed`` determines all random
+    draws. With many clients, accuracy can be measured on ``evaluate_clients`` of them. Private state is kept in memory,
+    or on disk if it does not fit.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
         diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
+        optimizer=optimizer.over(rounds),
     )  # fmt: skip
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)

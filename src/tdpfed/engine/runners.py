@@ -21,6 +21,7 @@ from tdpfed.core.extras import extras_of
 from tdpfed.core.local import NO_EXTRAS, Batch, Extras, LocalWork
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn
 from tdpfed.core.threads import ONE_THREAD_PARAMETERS
 from tdpfed.data.federation import Federation
@@ -71,6 +72,7 @@ class Runner:
     graphs: bool = True  # on a GPU: record a round and replay it
     precision: Precision = "float32"
     public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
+    optimizer: Optimizer = USUAL
 
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
@@ -142,9 +144,11 @@ class Runner:
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
         """Run a single client with the plain local work."""
         alone = replace(turn, clients=turn.clients[row])
-        tau, objective = self.algorithm.tau, self.objective
-        product = objective.hessian_product
-        local = PlainLocal(alone, tau, self.batches(alone), objective.gradient, self.extras(alone), product)
+        objective = self.objective
+        local = PlainLocal(
+            alone, self.algorithm.tau, self.batches(alone), objective.gradient, self.extras(alone),
+            objective.hessian_product, self.optimizer,
+        )  # fmt: skip
         own = {name: rows[row] for name, rows in private.items()}
         updates = self.updated(self.algorithm.broadcast(server, alone), own, local)
         return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
@@ -174,7 +178,7 @@ class Runner:
 
     def local(self, turn: Turn, batches: Callable[[int], Batch], extras: Extras = NO_EXTRAS) -> FastLocal:
         """Return the local work of the turn's clients, all at once."""
-        return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used, extras)
+        return FastLocal(turn, self.algorithm.tau, batches, self.gradient, self.used, extras, self.optimizer)
 
     def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
         """Return the clients' results, checked against what the method declares, and whether all are finite."""

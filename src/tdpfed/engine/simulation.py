@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import Stream, choose
 from tdpfed.core.objective import Loss, Objective, cross_entropy
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn, own_entries, wire_entries
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
@@ -60,6 +61,7 @@ class Simulation:
         wire: Wire = PLAIN,
         rule: Rule = MEAN,
         server_step: ServerStep = AVERAGE,
+        optimizer: Optimizer = USUAL,
         attack: Attack | None = None,
         privacy: Privacy | None = None,
         precision: Precision = "float32",
@@ -86,6 +88,7 @@ class Simulation:
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
         self._down = Down(self.downlink)
         server_step.check(self.algorithm)
+        optimizer.check_for(self.algorithm.name, self.algorithm.follows)
         check_gauge(self.algorithm, rule)
         if diagnostics is not None:
             defined_for(self.algorithm)
@@ -104,7 +107,14 @@ class Simulation:
             federation = federation.only(ranks.own(torch.arange(federation.clients)))
         self.federation = federation
         self.runner = Runner(
-            self.algorithm, self.objective, federation, runner, chunk, precision=precision, public=self.public
+            self.algorithm,
+            self.objective,
+            federation,
+            runner,
+            chunk,
+            precision=precision,
+            public=self.public,
+            optimizer=optimizer,
         )
         server, start = initial_state(self.algorithm, self.objective.initial(), seed)
         self.server = server | server_step.start(server, self.algorithm) | self.downlink.start(server)

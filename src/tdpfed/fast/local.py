@@ -17,11 +17,13 @@ from tdpfed.core.local import (
     check_minibatch,
     check_steps,
 )
-from tdpfed.core.plain import start_factors
+from tdpfed.core.plain import follow, start_factors
+from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.fast.factors import FastFactors
 from tdpfed.fast.gradient import RecordedGradient
+from tdpfed.fast.recipe import follow_in_place
 
 
 class FastLocal(LocalWork):
@@ -35,8 +37,9 @@ class FastLocal(LocalWork):
         gradient: RecordedGradient,
         used: set[str],
         extras: Extras = NO_EXTRAS,
+        optimizer: Optimizer = USUAL,
     ) -> None:
-        super().__init__(turn, tau, extras)
+        super().__init__(turn, tau, extras, optimizer)
         self._batch, self._gradient, self._used = batch, gradient, used
 
     def batch(self, t: int) -> Batch:
@@ -71,9 +74,15 @@ class FastLocal(LocalWork):
         correction: Tensor | None = None,
         only: Ranges | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take one gradient step per minibatch."""
+        """Take one step per minibatch."""
         self._used.add("descend")
-        return self._gradient.descend(theta, self._batch, self._steps(first, steps), lr, anchor, lam, correction, only)
+        rate, places = self.rate(lr), self._steps(first, steps)
+        if self.optimizer.plain and not isinstance(rate, Tensor):
+            return self._gradient.descend(theta, self._batch, places, rate, anchor, lam, correction, only)
+        batches = map(self._batch, places)
+        if theta.ndim == 1 or isinstance(rate, Tensor) or theta.is_cuda:
+            return follow(self.optimizer, rate, self._gradient, theta, batches, anchor, lam, correction, only)
+        return follow_in_place(self.optimizer, rate, self._gradient, theta, batches, anchor, lam, correction, only)
 
     def proximal(
         self,

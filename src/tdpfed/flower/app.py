@@ -60,7 +60,9 @@ def _check_package(name: str, package: str) -> None:
 
 def default_tables() -> dict[str, dict[str, Any]]:
     """Return every key of a deployment with its value in a new app; each method has a separate table."""
-    sections = {name: SECTIONS[name] for name in ("run", "participation", "wire", "server", "robust", "checkpoint")}
+    sections = {
+        name: SECTIONS[name] for name in ("run", "optimizer", "participation", "wire", "server", "robust", "checkpoint")
+    }
     tables: dict[str, dict[str, Any]] = {"algorithm": {"name": DEFAULT}}
     for section, owner in (sections | {"flower": Flower}).items():
         tables[section] = {

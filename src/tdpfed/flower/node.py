@@ -20,6 +20,7 @@ from tdpfed.core.draws import batch_indices
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
+from tdpfed.core.recipe import Optimizer
 from tdpfed.core.state import State, Turn, own_entries
 from tdpfed.core.threads import threads_for
 from tdpfed.errors import TDPFedError
@@ -66,6 +67,7 @@ class Side:
         algorithm = config.make_algorithm().bind(objective.layout, nodes)
         channel, downlink = Channel(algorithm, config.wire, seed), Downlink(algorithm, config.wire, seed)
         config.server.check(algorithm)
+        config.optimizer.over(config.run.rounds).check_for(algorithm.name, algorithm.follows)
         server, start = initial_state(algorithm, objective.initial(), seed)
         server = server | config.server.start(server, algorithm) | downlink.start(server)
         return cls(config, objective, algorithm, channel, downlink, server, start)
@@ -97,6 +99,11 @@ class Side:
         model = self.algorithm.global_model(received) if self._sends_state else received["w"]
         assert model is not None
         return model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """How clients take their steps."""
+        return self.config.optimizer.over(self.config.run.rounds)
 
     @property
     def _sends_state(self) -> bool:
@@ -166,7 +173,9 @@ class Node:
             before = self._kept(store.before(round_, session))
             copy = self._copy(dense, changes, before) if side.downlink.changes else {}
             message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
-            local = PlainLocal(turn, algorithm.tau, self._batches(turn), side.objective.gradient)
+            local = PlainLocal(
+                turn, algorithm.tau, self._batches(turn), side.objective.gradient, optimizer=side.optimizer
+            )
             own, upload, metrics = algorithm.checked_update(message, before.own, local)
             after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
             if reports and side.channel.changes:

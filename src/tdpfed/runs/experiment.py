@@ -47,6 +47,7 @@ def prepare(
         diagnostics=Diagnostics(every=every) if every else None,
         wire=config.wire,
         server_step=config.server,
+        optimizer=config.optimizer.over(config.run.rounds),
         rule=config.robust.rule,
         attack=config.robust.attacked,
         privacy=config.privacy.asked,
