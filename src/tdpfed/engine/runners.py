@@ -72,6 +72,11 @@ class Runner:
     precision: Precision = "float32"
     public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
 
+    @property
+    def held_out(self) -> float:
+        """The share of each client's training samples that is held out: of the data, or what the method asks for."""
+        return self.federation.validation or self.algorithm.held_out
+
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
 
@@ -127,7 +132,7 @@ class Runner:
         data, algorithm, clients = self.federation, self.algorithm, turn.clients
         return extras_of(
             turn, (data.x, data.y), data.train_start[clients], data.train_size[clients], expected=algorithm.draws,
-            batch_size=algorithm.batch_size, held_out=algorithm.held_out, public=self.public,
+            batch_size=algorithm.batch_size, held_out=self.held_out, public=self.public,
         )  # fmt: skip
 
     def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
@@ -135,16 +140,15 @@ class Runner:
         data, clients = self.federation, turn.clients.reshape(-1)
         draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
-        share = self.algorithm.held_out
-        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, share)
+        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, self.held_out)
         return index.reshape(*turn.clients.shape, draws, size)
 
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
         """Run a single client with the plain local work."""
         alone = replace(turn, clients=turn.clients[row])
         tau, objective = self.algorithm.tau, self.objective
-        product = objective.hessian_product
-        local = PlainLocal(alone, tau, self.batches(alone), objective.gradient, self.extras(alone), product)
+        product, scores = objective.hessian_product, objective.per_sample
+        local = PlainLocal(alone, tau, self.batches(alone), objective.gradient, self.extras(alone), product, scores)
         own = {name: rows[row] for name, rows in private.items()}
         updates = self.updated(self.algorithm.broadcast(server, alone), own, local)
         return Updates(*({name: value[None] for name, value in part.items()} for part in updates))
