@@ -7,7 +7,7 @@ its own, and mixtures on the line between the first and its own. Nothing more tr
 
 from dataclasses import field, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,13 +55,13 @@ class Best(Algorithm):
             object.__setattr__(self, name, getattr(self.method, name))
 
     @classmethod
-    def of(cls, method: Algorithm, **settings: object) -> Self:
+    def of(cls, method: Algorithm, **settings: Any) -> Self:
         """Return the method with the choice added."""
         return cls(
             inner=method, tau=method.tau, batch_size=method.batch_size, weights=method.weights,
             bound_layout=method.bound_layout, population=method.population, most_samples=method.most_samples,
             **settings,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
     @property
     def method(self) -> Algorithm:
