@@ -68,6 +68,12 @@ def flat(model: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().reshape(-1) for value in model.values()])
 
 
+def cut(vector: Tensor, like: Mapping[str, Tensor]) -> Model:
+    """Return the model whose values are a vector; inverts :func:`flat`."""
+    parts = vector.split([value.numel() for value in like.values()])
+    return {name: part.reshape(value.shape) for part, (name, value) in zip(parts, like.items(), strict=True)}
+
+
 def mean(models: Sequence[Mapping[str, Tensor]], sizes: Sequence[float]) -> Model:
     """Return the mean of models, weighted."""
     total = sum(sizes)

@@ -78,8 +78,9 @@ class Problem:
     def plain(self) -> PlainLocal:
         objective = self.objective
         return PlainLocal(
-            self._turn, TAU, self.batches.__getitem__, objective.gradient, hessian_product=objective.hessian_product
-        )
+            self._turn, TAU, self.batches.__getitem__, objective.gradient, hessian_product=objective.hessian_product,
+            per_sample=objective.per_sample,
+        )  # fmt: skip
 
     @property
     def fast(self) -> FastLocal:

@@ -7,7 +7,22 @@ import torch
 from torch import Tensor
 
 import small
-from by_hand import CLIENTS, ROUNDS, Model, close, flat, gradient, loss_of, mean, minibatches, opposed, sgd, start, step
+from by_hand import (
+    CLIENTS,
+    ROUNDS,
+    Model,
+    close,
+    cut,
+    flat,
+    gradient,
+    loss_of,
+    mean,
+    minibatches,
+    opposed,
+    sgd,
+    start,
+    step,
+)
 from tdpfed.algorithms import Algorithm, Dapper, FedAvg, HypCluster, Mapper
 from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, own_indices, permute
 from tdpfed.core.state import Turn
@@ -15,14 +30,6 @@ from tdpfed.data import Federation
 from tdpfed.errors import TDPFedError
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule
-
-
-def cut(vector: Tensor, like: Model) -> Model:
-    found, at = {}, 0
-    for name, value in like.items():
-        found[name] = vector[at : at + value.numel()].reshape(value.shape)
-        at += value.numel()
-    return found
 
 
 def mixture(lam: float, v: Model, w: Model) -> Model:

@@ -35,7 +35,7 @@ OTHER: dict[str, str] = {
     "algorithm.eta": "0.2", "algorithm.tau": "2", "algorithm.batch_size": "3", "algorithm.name": "pfedme",
     "participation.clients": "4", "participation.dropout": "0.1", "participation.train": "all",
     "wire.codec": "int8", "privacy.noise": "40.0", "privacy.clip": "2.0",
-    "privacy.delta": "0.001", "privacy.epsilon": "1000.0",
+    "privacy.delta": "0.001", "privacy.epsilon": "1000.0", "data.validation": "0.2",
 }  # fmt: skip
 """Keys of which each makes another run, with another value than in the run of these tests."""
 

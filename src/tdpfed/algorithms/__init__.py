@@ -2,6 +2,7 @@
 
 from tdpfed.algorithms.apfl import APFL
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
+from tdpfed.algorithms.best import Best
 from tdpfed.algorithms.by_name import load
 from tdpfed.algorithms.dapper import Dapper
 from tdpfed.algorithms.ditto import Ditto
@@ -55,6 +56,7 @@ __all__ = [
     "DEFAULT",
     "Algorithm",
     "Average",
+    "Best",
     "Dapper",
     "Ditto",
     "Entries",

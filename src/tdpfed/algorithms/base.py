@@ -23,6 +23,9 @@ from tdpfed.core.state import Entries, State, Turn, lengths_of, to_each
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError, wrong
 
+CHOICE = "choice"
+"""The entry ``(1,)`` of private state with the number of the candidate that a client uses, if it chooses."""
+
 Update = tuple[State, State, State]
 """The result of a client's round: new private state, upload, and metrics (at least ``loss``)."""
 
@@ -193,6 +196,11 @@ class Algorithm(ABC):
     def public_samples(self) -> int:
         """The number of samples that all clients have in common."""
         return 0
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The names of the models that a client chooses from; private state then has its number as ``CHOICE``."""
+        return ()
 
     # -- the functions
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from tdpfed.algorithms import DEFAULT, Algorithm, find
+from tdpfed.algorithms import DEFAULT, Algorithm, Best, find
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import check, plain, same, setting
 from tdpfed.data.build import Partition, Split
@@ -90,6 +90,9 @@ class Data(Section):
     augment: Augment = setting(
         "none", "random changes of training images: mirrored, or mirrored and shifted by up to 4 pixels"
     )
+    validation: float = setting(
+        0.0, "share of each client's training samples that is held out for validation, at least one", least=0, below=1
+    )
     seed: int | None = setting(None, "seed of the partition; default: run.seed", least=0)
 
 
@@ -163,13 +166,27 @@ class Engine(Section):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Section):
+    """Which model of a client counts as its personalized one."""
+
+    personalize: Literal["own", "best"] = setting(
+        "own",
+        "own: the method's personalized model; best: whichever validates best of it, one trained alone, and mixtures",
+    )
+    alone_rate: float = same(Best, "alone_rate")
+    mixes: tuple[float, ...] = same(Best, "mixes")
+    margin: float = same(Best, "margin")
+    choice_batches: int = same(Best, "choice_batches")
+
+
 ALGORITHM = "algorithm"
 """The section of the method: its name, and the hyper-parameters that its class declares."""
 
 SECTIONS: dict[str, type] = {
     "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "optimizer": Optimizer,
     "participation": Participation, "wire": Wire, "server": ServerStep, "robust": Robust, "privacy": Privacy,
-    "checkpoint": Checkpoint, "engine": Engine,
+    "evaluation": Evaluation, "checkpoint": Checkpoint, "engine": Engine,
 }  # fmt: skip
 """The sections by name, in the order in which they are listed and written."""
 
@@ -189,6 +206,7 @@ class Config:
     server: ServerStep = ServerStep()
     robust: Robust = Robust()
     privacy: Privacy = Privacy()
+    evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     engine: Engine = Engine()
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # full keys given explicitly
@@ -203,8 +221,11 @@ class Config:
         return {name: self.algorithm if name == ALGORITHM else plain(getattr(self, name)) for name in SECTIONS}
 
     def make_algorithm(self) -> Algorithm:
-        """Return the chosen algorithm with its hyper-parameters."""
-        return self.method
+        """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
+        settings = plain(self.evaluation)
+        if settings.pop("personalize") == "own":
+            return self.method
+        return Best.of(self.method, validation=self.data.validation, **settings)
 
     def device(self) -> torch.device:
         """Return the device to compute on."""

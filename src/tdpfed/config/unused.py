@@ -23,6 +23,7 @@ def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that have an effect only with another setting, which is not given."""
     data, robust, privacy, wire = config.data, config.robust, config.privacy, config.wire
     by_class, up, down = ("classes", "classes-in-turn"), wire.update == "factors", wire.down == "factors"
+    best, chosen = config.evaluation.personalize == "best", "evaluation.personalize = 'best'"
     stepping, either = config.server.optimizer, "wire.update = 'factors' or wire.down = 'factors'"
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
@@ -48,6 +49,7 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("optimizer.rounds", config.optimizer.schedule == "cosine", "optimizer.schedule = 'cosine'"),
         ("optimizer.every", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
         ("optimizer.factor", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
+        *((f"evaluation.{name}", best, chosen) for name in ("alone_rate", "mixes", "margin", "choice_batches")),
         ("server.rate", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.momentum", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.decay", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, batch_indices, key, own_indices, permute
+from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, own_indices, permute
 from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import Turn
 
@@ -55,9 +55,18 @@ def extras_of(
     rows, numbers = own(validation=False), start.reshape(*turn.clients.shape, 1)
     return Extras(
         validation=_batches(data, own(validation=True)) if held_out else None,
+        held_out=held_out_sizes(size, held_out).reshape(turn.clients.shape) if held_out else None,
         public=None if public is None else _batches(public, common(public)),
         positions=lambda t: rows(t) - numbers,
     )
+
+
+def held_out_rows(seed: int, start: Tensor, size: Tensor, share: float) -> Tensor:
+    """Return the rows of all clients' validation samples, client by client, ``(sum of held_out_sizes,)``."""
+    held = held_out_sizes(size, share)
+    client = torch.arange(len(size), device=size.device).repeat_interleave(held)
+    place = torch.arange(len(client), device=size.device) + (size - held.cumsum(0))[client]
+    return start[client] + permute(place, size[client], key(seed, Stream.HOLD_OUT, client))
 
 
 def public_rows(seed: int, samples: int, count: int, device: torch.device) -> Tensor:

@@ -25,6 +25,9 @@ Batch = tuple[Tensor, Tensor]
 Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Maps parameters and a minibatch to gradient and loss."""
 
+PerSample = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
+"""Maps parameters and a minibatch to each sample's loss and whether it is predicted correctly."""
+
 HessianProduct = Callable[[Tensor, Batch, Tensor], Tensor]
 """Maps parameters, a minibatch and a vector to the product of the loss's Hessian with the vector."""
 
@@ -112,6 +115,7 @@ class Extras:
     """What a round has beside minibatches for the methods that ask for it; None where it is not there."""
 
     validation: Callable[[int], Batch] | None = None
+    held_out: Tensor | None = None  # (...) number of each client's validation samples
     public: Callable[[int], Batch] | None = None
     positions: Callable[[int], Tensor] | None = None
 
@@ -138,6 +142,10 @@ class LocalWork(ABC):
     def loss(self, theta: Tensor, batch: Batch) -> Tensor:
         """Return the mean loss ``(...)`` of parameters on a minibatch."""
         return self.gradient(theta, batch)[1]
+
+    @abstractmethod
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each."""
 
     @abstractmethod
     def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
@@ -191,8 +199,13 @@ class LocalWork(ABC):
         return (self.batch(t) for t in range(self.tau if count is None else count))
 
     def validation(self, t: int) -> Batch:
-        """Return minibatch ``t`` of the samples that the method holds out of training (its ``held_out``)."""
+        """Return minibatch ``t`` of the samples that are held out of training."""
         return _there("validation samples", self._extras.validation)(t)
+
+    @property
+    def held_out(self) -> Tensor:
+        """The number of validation samples, ``(...)``; minibatches repeat none before all have been seen."""
+        return _there("validation samples", self._extras.held_out)
 
     def public(self, t: int) -> Batch:
         """Return minibatch ``t`` of the sample that all clients have in common (the method's ``public_samples``)."""
@@ -227,7 +240,7 @@ def replaced(values: Tensor, others: Tensor, ranges: Ranges) -> Tensor:
     return found
 
 
-def _there(what: str, found: Callable[[int], T] | None) -> Callable[[int], T]:
+def _there(what: str, found: T | None) -> T:
     if found is None:
         raise TDPFedError(f"the method needs {what}, which there are none of here", field="algorithm.name")
     return found

@@ -19,6 +19,7 @@ from tdpfed.core.local import (
     HessianProduct,
     LocalWork,
     Near,
+    PerSample,
     Plan,
     check_minibatch,
     check_steps,
@@ -41,9 +42,11 @@ class PlainLocal(LocalWork):
         extras: Extras = NO_EXTRAS,
         hessian_product: HessianProduct | None = None,
         optimizer: Optimizer = USUAL,
+        per_sample: PerSample | None = None,
     ) -> None:
         super().__init__(turn, tau, extras, optimizer)
         self._batch, self._gradient, self._hessian_product = batch, gradient, hessian_product
+        self._per_sample = per_sample
 
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t``."""
@@ -53,6 +56,11 @@ class PlainLocal(LocalWork):
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return gradient and loss."""
         return self._gradient(theta, batch)
+
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each sample's loss, and whether it is predicted correctly."""
+        assert self._per_sample is not None
+        return self._per_sample(theta, batch)
 
     def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
         """Return the Hessian's product with a vector."""

@@ -34,6 +34,7 @@ def make_federation(
     test_fraction: float = 0.25,
     normalize: str = "standard",
     augment: str = "none",
+    validation: float = 0.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Federation:
@@ -44,6 +45,7 @@ def make_federation(
     ``size_skew`` to iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out
     ``test_fraction`` of each client's samples, "official" the samples of the data set's own test part; the latter is
     the default for your own file with a ``test_mask``. ``augment`` changes training images when they are drawn.
+    ``validation`` is the share of each client's training samples that a run holds out.
     ``options`` are passed to the data set's loader.
     """
     if partition is not None and partition not in PARTITIONS:
@@ -75,7 +77,8 @@ def make_federation(
         )
     else:
         pairs = partitions.split_official(parts, data.official_test)
-    return Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
+    made = Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
+    return made.with_validation(validation)
 
 
 def _assigned(

@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tdpfed.core.draws import held_out_sizes
+from tdpfed.core.extras import held_out_rows
 from tdpfed.data import partition
 from tdpfed.data.datasets import Dataset
 from tdpfed.data.formats import count_classes
 from tdpfed.data.partition import Parts
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, unknown, wrong
 
 Normalize = Literal["standard", "feature", "unit", "none"]
 Augment = Literal["none", "flip", "flip-shift"]
@@ -38,6 +40,7 @@ class Federation:
     test_size: Tensor  # (K,) int64, may be 0
     classes: int
     augment: str = "none"  # how training images are changed when they are drawn
+    validation: float = 0.0  # share of each client's training samples that is held out
     digest: str = ""  # SHA-256 sum of the samples as given, their labels and owners; empty if made by hand
 
     def __repr__(self) -> str:
@@ -78,6 +81,29 @@ class Federation:
                 f"{kind!r} for samples of shape {shape}; allowed: for images (channels, H, W) only", field="augment"
             )
         return replace(self, augment=kind)
+
+    def with_validation(self, share: float) -> Self:
+        """Return the federation with a share of each client's training samples held out, at least one sample."""
+        if not 0 <= share < 1:
+            raise wrong("validation", share, "at least 0 and below 1")
+        if share and bool((held_out_sizes(self.train_size, share) >= self.train_size).any()):
+            client = int(self.train_size.argmin())
+            raise wrong(
+                "validation", share, f"0, or with at least 2 training samples for every client: client {client} has 1"
+            )
+        return replace(self, validation=share)
+
+    def held_out(self, seed: int, share: float) -> Self:
+        """Return the samples that a run with this seed holds out, as the clients' test samples."""
+        rows, held = (
+            held_out_rows(seed, self.train_start, self.train_size, share),
+            held_out_sizes(self.train_size, share),
+        )
+        none = torch.zeros_like(held)
+        return replace(
+            self, x=self.x[rows], y=self.y[rows], train_start=none, train_size=none, test_start=held.cumsum(0) - held,
+            test_size=held,
+        )  # fmt: skip
 
     def only(self, clients: Tensor) -> Self:
         """Return the federation with the samples of some clients only; sizes of the others are kept."""

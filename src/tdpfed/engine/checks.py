@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tdpfed.algorithms.base import Algorithm
+from tdpfed.core.draws import held_out_sizes
 from tdpfed.core.objective import Objective, cross_entropy
 from tdpfed.core.setting import plain
 from tdpfed.core.state import Turn
@@ -167,7 +168,8 @@ def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule) -> Non
     if not algorithm.averages and rule != Rule():
         allowed = f"'mean' without clipping: the server of {algorithm.name!r} averages no uploads"
         errors.append(wrong("robust.name", rule.name, allowed))
-    if algorithm.held_out and bool((federation.train_size < 2).any()):
+    held = held_out_sizes(federation.train_size, algorithm.held_out)
+    if not federation.validation and bool((held >= federation.train_size).any()):
         client = int(federation.train_size.argmin())
         allowed = f"left out, or data with at least 2 training samples for every client: client {client} has 1"
         errors.append(wrong("algorithm.validation", algorithm.held_out, allowed))

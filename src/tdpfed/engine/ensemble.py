@@ -112,10 +112,12 @@ def _concatenated(draws: Sequence[Callable[[int], Batch]]) -> Callable[[int], Ba
 def _together(extras: Sequence[Extras]) -> Extras:
     """Return what the clients of several runs have beside minibatches; None where one run has it not."""
     validation = [one.validation for one in extras if one.validation is not None]
+    sizes = [one.held_out for one in extras if one.held_out is not None]
     public = [one.public for one in extras if one.public is not None]
     numbers = [one.positions for one in extras if one.positions is not None]
     return Extras(
         _concatenated(validation) if len(validation) == len(extras) else None,
+        torch.cat(sizes) if len(sizes) == len(extras) else None,
         _concatenated(public) if len(public) == len(extras) else None,
         lambda step: torch.cat([found(step) for found in numbers]),
     )

@@ -1,12 +1,13 @@
 """Records of a run: after a round, the accuracies of personalized, local and global models, and the bytes sent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm
+from tdpfed.algorithms.base import CHOICE, Algorithm
 from tdpfed.core.objective import Objective
 from tdpfed.core.state import State
 from tdpfed.data.federation import Federation
@@ -15,6 +16,8 @@ from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.runners import Updates
 from tdpfed.engine.store import Store
 from tdpfed.server.records import Ledger, Record
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Recorder:
     honest: Tensor  # (K,) bool, which clients count in means
     evaluated: Tensor  # ids of the clients whose models are evaluated
     ranks: Ranks
+    held_out: Federation | None = None  # validation samples, as test samples; None: none are held out
 
     def record(
         self,
@@ -42,7 +46,11 @@ class Recorder:
     ) -> Record:
         """Return the record after a round; ``trained`` are the clients of that round with their results."""
         mine = self.ranks.own(self.evaluated)
-        personal = self._score(self.evaluated, lambda some: self.algorithm.personalized(store.rows(mine[some])))
+        own = self.algorithm.personalized
+        personal = self._score(self.evaluated, lambda some: own(store.rows(mine[some])))
+        validated = None
+        if self.held_out is not None:
+            validated = self._score(self.evaluated, lambda some: own(store.rows(mine[some])), self.held_out)
         honest = personal.of(self.honest[self.evaluated])
         local = None if trained is None else self._local(*trained)
         shipped = self.algorithm.global_model(server)
@@ -71,11 +79,22 @@ class Recorder:
             rejected=ledger.rejected,
             epsilon=epsilon,
             client_change=changes,
+            validation_accuracy=None if validated is None else validated.of(self.honest[self.evaluated]).accuracy,
+            client_choice=self._choices(store),
         )
 
-    def _by_client(self, values: list[float | None]) -> list[float | None]:
+    def _choices(self, store: Store) -> list[str | None] | None:
+        """Return which model each evaluated client uses, by client id; None if the method offers no choice."""
+        names = self.algorithm.candidates
+        if not names:
+            return None
+        rows = store.rows(self.ranks.own(self.evaluated), (CHOICE,))
+        numbers = self.ranks.gather(rows, self.evaluated)[CHOICE].flatten()
+        return self._by_client([names[int(number)] for number in numbers.tolist()])
+
+    def _by_client(self, values: Sequence[T]) -> list[T | None]:
         """Return values of the evaluated clients by client id; None for the others."""
-        found: list[float | None] = [None] * self.federation.clients
+        found: list[T | None] = [None] * self.federation.clients
         for client, value in zip(self.evaluated.tolist(), values, strict=True):
             found[client] = value
         return found
@@ -94,10 +113,13 @@ class Recorder:
         local = self._score(clients, lambda some: self.algorithm.local_model(_rows(private, some), _rows(upload, some)))
         return local.of(self.honest[clients])
 
-    def _score(self, clients: Tensor, parameters: Callable[[slice], Tensor]) -> evaluate.Score:
+    def _score(
+        self, clients: Tensor, parameters: Callable[[slice], Tensor], data: Federation | None = None
+    ) -> evaluate.Score:
         """Evaluate clients, each on the rank that holds it; ``parameters`` returns those of a range of this rank's."""
         own = self.ranks.own(clients).to(self.federation.device)
-        part = evaluate.score(self.objective, parameters, self.federation, own, self._samples_at_once)
+        data = self.federation if data is None else data
+        part = evaluate.score(self.objective, parameters, data, own, self._samples_at_once)
         return evaluate.Score(**self.ranks.gather(vars(part), clients))
 
     @cached_property

@@ -74,6 +74,11 @@ class Runner:
     public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
     optimizer: Optimizer = USUAL
 
+    @property
+    def held_out(self) -> float:
+        """The share of each client's training samples that is held out: of the data, or what the method asks for."""
+        return self.federation.validation or self.algorithm.held_out
+
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
 
@@ -129,7 +134,7 @@ class Runner:
         data, algorithm, clients = self.federation, self.algorithm, turn.clients
         return extras_of(
             turn, (data.x, data.y), data.train_start[clients], data.train_size[clients], expected=algorithm.draws,
-            batch_size=algorithm.batch_size, held_out=algorithm.held_out, public=self.public,
+            batch_size=algorithm.batch_size, held_out=self.held_out, public=self.public,
         )  # fmt: skip
 
     def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
@@ -137,8 +142,7 @@ class Runner:
         data, clients = self.federation, turn.clients.reshape(-1)
         draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
-        share = self.algorithm.held_out
-        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, share)
+        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, self.held_out)
         return index.reshape(*turn.clients.shape, draws, size)
 
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
@@ -147,7 +151,7 @@ class Runner:
         objective = self.objective
         local = PlainLocal(
             alone, self.algorithm.tau, self.batches(alone), objective.gradient, self.extras(alone),
-            objective.hessian_product, self.optimizer,
+            objective.hessian_product, self.optimizer, objective.per_sample,
         )  # fmt: skip
         own = {name: rows[row] for name, rows in private.items()}
         updates = self.updated(self.algorithm.broadcast(server, alone), own, local)

@@ -103,8 +103,11 @@ class Simulation:
             self.accountant.check_affordable(1)
         self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant, server_step)
         self.public = public_sample(self.algorithm, federation, seed)  # before other clients' samples are left out
+        share = federation.validation or self.algorithm.held_out
+        held_out = federation.held_out(seed, share) if share else None
         if ranks.world > 1:
-            federation = federation.only(ranks.own(torch.arange(federation.clients)))
+            own = ranks.own(torch.arange(federation.clients))
+            federation, held_out = federation.only(own), None if held_out is None else held_out.only(own)
         self.federation = federation
         self.runner = Runner(
             self.algorithm,
@@ -123,7 +126,7 @@ class Simulation:
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
-        self.recorder = Recorder(self.objective, self.algorithm, federation, self.honest, evaluated, ranks)
+        self.recorder = Recorder(self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out)
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together

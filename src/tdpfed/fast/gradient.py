@@ -27,6 +27,7 @@ class RecordedGradient:
         self._functions = grad_and_value(objective.value), vmap(grad_and_value(objective.value))
         self._one, self._many = map(Replayed, self._functions)
         self._of_parts: dict[Ranges, tuple[Replayed, Replayed]] = {}
+        self._per_sample = objective.per_sample
         product = objective.hessian_product_of_one
         self._losses = RecordedFunction(objective.value), RecordedFunction(vmap(objective.value))
         self._products = RecordedFunction(product), RecordedFunction(vmap(product))
@@ -39,6 +40,15 @@ class RecordedGradient:
             gradients, losses = zip(*(self._one(*row) for row in zip(theta, *batch, strict=True)), strict=True)
             return torch.stack(gradients), torch.stack(losses)
         return self._many(theta, *batch)
+
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each."""
+        if theta.ndim == 1 or not self._one_by_one(theta):
+            return self._per_sample(theta, batch)
+        losses, correct = zip(
+            *(self._per_sample(row, own) for row, *own in zip(theta, *batch, strict=True)), strict=True
+        )
+        return torch.stack(losses), torch.stack(correct)
 
     def loss(self, theta: Tensor, batch: Batch) -> Tensor:
         """Return the loss ``(...)``."""

@@ -57,6 +57,11 @@ class FastLocal(LocalWork):
         self._used.add("gradient")
         return self._gradient.loss(theta, batch)
 
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return each sample's loss, and whether it is predicted correctly."""
+        self._used.add("gradient")
+        return self._gradient.per_sample(theta, batch)
+
     def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
         """Return the Hessian's product with a vector."""
         self._used.add("gradient")

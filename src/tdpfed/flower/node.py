@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 import tdpfed
-from tdpfed.algorithms.base import Algorithm
+from tdpfed.algorithms.base import CHOICE, Algorithm
 from tdpfed.config import Config
-from tdpfed.core.draws import batch_indices
+from tdpfed.core.draws import held_out_sizes, own_indices
+from tdpfed.core.extras import extras_of
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.state import State, Turn, own_entries
 from tdpfed.core.threads import threads_for
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import TDPFedError, wrong
 from tdpfed.flower.kept import Kept
 from tdpfed.flower.private import PrivateStore, starts_of, state_folder
 from tdpfed.flower.settings import read_settings
@@ -173,9 +174,7 @@ class Node:
             before = self._kept(store.before(round_, session))
             copy = self._copy(dense, changes, before) if side.downlink.changes else {}
             message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
-            local = PlainLocal(
-                turn, algorithm.tau, self._batches(turn), side.objective.gradient, optimizer=side.optimizer
-            )
+            local = self._local(turn)
             own, upload, metrics = algorithm.checked_update(message, before.own, local)
             after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
             if reports and side.channel.changes:
@@ -199,6 +198,8 @@ class Node:
         round_, side = _count(fields, "round"), self.side
         kept = self._kept(self._store(fields).upto(round_))
         found = self._score("personalized", side.algorithm.personalized(kept.own))
+        if side.algorithm.candidates:
+            found[CHOICE] = float(kept.own[CHOICE])
         if side.algorithm.global_model(side.server) is not None:
             _, form = side.shipped(side.server)
             found |= self._score("global", side.global_model(self._received(data(form.bytes), form, round_)))
@@ -253,21 +254,34 @@ class Node:
         wire = {name: value[0] for name, value in sent.kept.items()}
         return replace(after, wire=wire, lost=lost), [part[0] for part in sent.parts]
 
-    def _batches(self, turn: Turn) -> Callable[[int], Batch]:
-        """Return the minibatches of a turn: the same draws as in simulation, from this node's own samples."""
-        data, algorithm = self.data, self.side.algorithm
+    def _local(self, turn: Turn) -> PlainLocal:
+        """Return the local work of a turn: the same draws as in simulation, from this node's own samples."""
+        data, algorithm, objective = self.data, self.side.algorithm, self.side.objective
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
+        held_out, length, draws = self._held_out(size), algorithm.batch_size, algorithm.draws
 
         @cache
         def drawn(draws: int) -> Tensor:
             clients = turn.clients[None]
-            return batch_indices(turn.seed, turn.round, clients, first, size, draws, algorithm.batch_size)[0]
+            return own_indices(turn.seed, turn.round, clients, first, size, draws, length, held_out)[0]
 
         def batch(step: int) -> Batch:
-            index = drawn(algorithm.draws * (step // algorithm.draws + 1))[step]
+            index = drawn(draws * (step // draws + 1))[step]
             return data.x[index], data.y[index]
 
-        return batch
+        extras = extras_of(
+            turn, (data.x, data.y), first, size, expected=draws, batch_size=length, held_out=held_out, public=None
+        )
+        product, scores = objective.hessian_product, objective.per_sample
+        return PlainLocal(turn, algorithm.tau, batch, objective.gradient, extras, product, self.side.optimizer, scores)
+
+    def _held_out(self, size: Tensor) -> float:
+        """Return the share of this node's training samples that is held out, which must leave some to train on."""
+        share = self.config.data.validation or self.side.algorithm.held_out
+        if share and bool(held_out_sizes(size, share) >= size):
+            allowed = f"0, or data with at least 2 training samples: this node has {int(size)}"
+            raise wrong("data.validation", share, allowed)
+        return share
 
     def _score(self, name: str, theta: Tensor) -> Metrics:
         """Return the number of correct predictions and the summed loss on the test samples."""

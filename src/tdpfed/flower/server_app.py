@@ -18,6 +18,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from safetensors.torch import save as to_bytes
 
+from tdpfed.algorithms.base import CHOICE
 from tdpfed.config import Config, flat, parse_config, to_toml
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
@@ -232,6 +233,7 @@ class _Server:
             participants=len(result.metrics),
             seconds=self.journal.seconds,
             rejected=strategy.ledger.rejected,
+            client_choice=_choices(strategy.side.algorithm.candidates, scores, strategy.flower.nodes),
         )
 
     def _note(self, result: RoundResult, train: float, whole: float, own: float) -> None:
@@ -268,6 +270,14 @@ class _Server:
         refused = strategy.refused if isinstance(error, QuorumError) else ()
         reason = None if error is None else str(error) or None
         return self.journal.end(facts, status, refused=refused, seconds=self.journal.seconds, error=reason)
+
+
+def _choices(names: Sequence[str], scores: Mapping[int, Metrics], nodes: int) -> list[str | None] | None:
+    """Return which model each client says that it uses; None if the method offers no choice."""
+    if not names:
+        return None
+    numbers = [scores.get(client, {}).get(CHOICE) for client in range(nodes)]
+    return [names[int(n)] if n is not None and 0 <= n < len(names) else None for n in numbers]
 
 
 def _check_same(before: Config, now: Config, path: Path) -> None:

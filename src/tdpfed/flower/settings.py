@@ -66,6 +66,9 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ),
 )
 
+VALIDATION = ("data", "validation")
+"""The only key about data that a deployment has: what a node holds out of its own samples."""
+
 
 def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     """Return the checked configuration of a deployment; all errors are reported together."""
@@ -79,11 +82,17 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
         except TDPFedError as error:
             errors.append(error)
     flower = build(Flower, values.pop("flower", {}), "flower", errors)
+    held_out = {}
     for section in ("data", "model"):
         for key, given in values.pop(section, {}).items():
+            if (section, key) == VALIDATION:
+                held_out[key] = given
+                continue
             errors.append(TDPFedError(f"{given!r} given, {NEEDS_TASK}", field=f"{section}.{key}", value=given))
     errors += refused(values)
-    config = checked_config({**values, "data": {"name": "own data"}, "model": {"name": "own model"}}, errors)
+    config = checked_config(
+        {**values, "data": {"name": "own data", **held_out}, "model": {"name": "own model"}}, errors
+    )
     if config is not None and flower is not None:
         errors += _secure_aggregation(config, flower)
         try:
@@ -118,6 +127,9 @@ def rule_of(config: Config) -> Rule:
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:
     """Return all settings except data and model as tables of Flower's run configuration; inverts ``read_settings``."""
     tables = {name: table for name, table in config.as_dict().items() if name not in ("data", "model")}
+    if config.data.validation:
+        section, key = VALIDATION
+        tables[section] = {key: config.data.validation}
     tables["flower"] = plain(flower)
     return {section: {k: v for k, v in table.items() if v is not None} for section, table in tables.items()}
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +78,7 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
         "global_accuracy": last.global_accuracy if last else None,
         "best_personalized_accuracy": max(personal, default=None),
         "worst_decile_accuracy": worst_decile([last.client_accuracy[k] for k in honest]) if last else None,
+        **_validated(last),
         "train_loss": last.loss if last else None,
         "uplink_bytes": ledger.uplink,
         "downlink_bytes": ledger.downlink,
@@ -91,6 +93,16 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
         "commit": source_commit(),
         "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _validated(last: Record | None) -> dict[str, Any]:
+    """Return the validation accuracy and how many clients use which model; nothing where these are not recorded."""
+    found: dict[str, Any] = {}
+    if last is not None and last.validation_accuracy is not None:
+        found["validation_accuracy"] = last.validation_accuracy
+    if last is not None and last.client_choice is not None:
+        found["choices"] = dict(sorted(Counter(one for one in last.client_choice if one is not None).items()))
+    return found
 
 
 @cache

@@ -26,6 +26,8 @@ class Record:
     rejected: int = 0  # uploads refused so far
     epsilon: float | None = None  # spent so far; None without differential privacy
     client_change: list[float | None] | None = None  # personalized minus global accuracy, if the method reports it
+    validation_accuracy: float | None = None  # of personalized models on held-out training samples, if there are any
+    client_choice: list[str | None] | None = None  # which model each client uses, if it chooses
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON; values that are not finite become None."""
