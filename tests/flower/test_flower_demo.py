@@ -262,6 +262,7 @@ def test_a_run_that_does_not_start_says_what_flower_said(tmp_path: Path, without
     assert without_flower == ["start_superlink", "register", "node 0", "node 1", "node 2", ""]
     config = tomllib.loads((tmp_path / "other" / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert config["flower"]["out"] == str(tmp_path / "other" / "run")
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o700
     assert config["algorithm"]["name"] == "tdpfed"
 
 

@@ -30,7 +30,7 @@ import page_methods
 from page_methods import METHODS
 from tdpfed.cli import app
 from tdpfed.config import Config, load_config
-from tdpfed.flower import federation as federations
+from tdpfed.flower import guard
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
 from tdpfed.flower.envelope import ENVELOPE, REQUESTS
@@ -397,12 +397,12 @@ def test_a_supernode_that_is_a_message_behind_is_set_right(work: Path, monkeypat
         federation.start_superlink()
         federation.register()
         trial.start_node(0)
-        path = federations.command_path
+        path = guard.command_path
         monkeypatch.setattr(
-            federations, "command_path", lambda name: str(behind) if name == "flower-supernode" else path(name)
+            guard, "command_path", lambda name: str(behind) if name == "flower-supernode" else path(name)
         )
         trial.start_node(1)
-        monkeypatch.setattr(federations, "command_path", path)
+        monkeypatch.setattr(guard, "command_path", path)
         trial.finish(federation.submit(work / "app"))
     trial.equals_simulation()
     assert [line["lost"] for line in trial.rounds()] == [{}] * 4

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
 from tdpfed.errors import TDPFedError
-from tdpfed.flower import federation as federations
+from tdpfed.flower import guard
 from tdpfed.flower.app import default_tables, init_app
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes, marked
@@ -347,4 +347,4 @@ def test_a_command_of_flowers_that_is_missing_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TDPFedError, match="flower-superlink: not found"):
-        federations.command_path("flower-superlink")
+        guard.command_path("flower-superlink")

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,11 @@ class Server:
         self.app = app_
         app_.state.superexec_auth_secret = SECRET
 
-    def post(self, path: str, content: bytes = b"", **headers: str) -> httpx.Response:
+    def post(self, path: str, headers: Mapping[str, str] | None = None, content: bytes = b"") -> httpx.Response:
         async def ask() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-                return await client.post(path, content=content, headers={**HEADERS, **headers})
+                return await client.post(path, content=content, headers={**HEADERS, **(headers or {})})
 
         return asyncio.run(ask())
 
@@ -111,7 +111,7 @@ def test_only_who_has_the_secret_gets_a_task(servers: dict[str, Server], name: s
         signed = {} if secret is None else create_superexec_auth_metadata(
             auth_secret=derive_auth_secret(secret), method="/flwr.proto.Runtime/AcquireTask", request=request,
         )  # fmt: skip
-        return servers[name].post("/v1/runtime/acquire-task", request.SerializeToString(), **signed).status_code
+        return servers[name].post("/v1/runtime/acquire-task", signed, request.SerializeToString()).status_code
 
     assert ask(SECRET) == 200
     assert ask(None) == 401
@@ -125,14 +125,14 @@ def test_nothing_else_of_the_runtime_is_open_either(servers: dict[str, Server], 
     paths = servers[name].paths("/v1/runtime/")
     assert len(paths) > 10
     for path in paths:
-        for extra in ({}, {TASK_TOKEN_HEADER: "x", "authorization": "Bearer x"}):
-            assert servers[name].post(path, **extra).status_code == 401, path
+        for extra in (dict[str, str](), {TASK_TOKEN_HEADER: "x", "authorization": "Bearer x"}):
+            assert servers[name].post(path, extra).status_code == 401, path
 
 
 def test_only_the_operator_can_start_runs_and_register_nodes(servers: dict[str, Server]) -> None:
     def ask(path: str, key: str | None) -> int:
         sent = {} if key is None else {"authorization": f"Bearer {key}"}
-        return servers["SuperLink"].post(path, **sent).status_code
+        return servers["SuperLink"].post(path, sent).status_code
 
     paths = [path for path in servers["SuperLink"].paths("/v1/control/") if not path.endswith(LOGIN)]
     assert {"/v1/control/start-run", "/v1/control/register-node", "/v1/control/stream-logs"} <= set(paths)
@@ -272,9 +272,9 @@ def test_the_token_of_a_task_is_neither_in_its_command_nor_in_its_environment(
     program.write_text(TOLD.format(python=sys.executable, out=str(out)))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[Any]] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)))
     spec = ExecutionSpec(
         task_type=TaskType.CLIENT_APP, runtime_api_address="127.0.0.1:1", token=token, insecure=False,
         root_certificates_path="ca.pem", runtime_dependency_install=False, parent_pid=7, suppress_output=False,
