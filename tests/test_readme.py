@@ -33,7 +33,8 @@ def test_the_python_example_runs_and_learns() -> None:
 
 
 def test_every_command_line_in_readme_parses() -> None:
-    block = next(block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if block.startswith("tdpfed run"))
+    blocks = [block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if block.startswith("tdpfed ")]
+    block = "".join(blocks)
     commands = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert len(commands) >= 8
     for _, name, *arguments in commands:

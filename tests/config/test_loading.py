@@ -223,10 +223,14 @@ def test_toml_keeps_every_value(name: str, lam: float, seed: int, patterns: list
 
 
 def test_another_data_set_does_not_inherit_what_a_preset_says_of_its_own(tmp_path: Path) -> None:
-    assert load_config("digits").data.clients == 10
+    assert load_config("digits").data.clients == 20
     assert load_config("digits", ["data.name=mnist"]).data.clients is None
     assert load_config("digits", ["data.name=mnist", "data.clients=7"]).data.clients == 7
-    assert load_config("digits", ["data.name=digits"]).data.clients == 10
+    assert load_config("digits", ["data.name=digits"]).data.clients == 20
+    usual = load_config("mnist").data.per_client
+    assert load_config("digits").data.per_client == 5 != usual
+    assert load_config("digits", ["data.partition=dirichlet"]).data.per_client == usual
+    assert load_config("digits", ["data.partition=classes", "data.per_client=3"]).data.per_client == 3
     own = tmp_path / "own.toml"
     own.write_text('[data]\nname = "mnist"\nclients = 5\n')
     assert load_config(str(own), ["data.name=digits"]).data.clients == 5

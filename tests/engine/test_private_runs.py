@@ -96,7 +96,8 @@ def test_where_nothing_is_clipped_it_is_the_uniform_mean_and_the_noise(algorithm
 
 def test_epsilon_is_recorded_and_the_budget_ends_the_run_before_it_is_exceeded(tmp_path: Path) -> None:
     settings = [
-        "run.rounds=40", "run.evaluate_every=3", "checkpoint.every=2", "algorithm.tau=1", "algorithm.s_prime=1",
+        "data.clients=10", "run.rounds=40", "run.evaluate_every=3", "checkpoint.every=2",
+        "algorithm.tau=1", "algorithm.s_prime=1",
         "algorithm.weights=uniform", "participation.clients=5", "participation.sampling=poisson",
         "privacy.clip=1", "privacy.noise=1.2", "privacy.epsilon=6", "privacy.delta=1e-4",
     ]  # fmt: skip

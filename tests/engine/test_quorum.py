@@ -168,7 +168,13 @@ def test_refusals_are_written_with_client_rule_and_tensor_and_survive_a_resume(t
 
 
 def test_refusals_of_a_round_that_ends_the_run_are_written(tmp_path: Path) -> None:
-    settings = ["robust.attack=gauge", "robust.gauge=0.5", "participation.quorum=10", "participation.attempts=2"]
+    settings = [
+        "robust.attack=gauge",
+        "robust.gauge=0.5",
+        "participation.quorum=10",
+        "participation.attempts=2",
+        "data.clients=10",
+    ]
     session = Session.begin(load_config("digits", [*settings, "algorithm.tau=1"]), tmp_path / "run", None)
     with pytest.raises(QuorumError):
         session.run(progress)

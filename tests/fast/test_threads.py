@@ -67,7 +67,7 @@ def test_neither_threads_nor_chunks_change_a_bit(name: str, model: str, every: b
 def test_samples_drawn_for_all_are_those_that_chunks_draw_themselves(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws = small.watched(monkeypatch, runners, "batch_indices")
+    draws = small.watched(monkeypatch, runners, "own_indices")
     whole = trained(name, "dense", 2, 5)
     once = len(draws)
     monkeypatch.setattr(runners, "SAMPLES_DRAWN_TOGETHER", 0)

@@ -288,12 +288,12 @@ def test_ctrl_c_ends_cleanly() -> None:
 def test_the_default_run_reaches_its_accuracy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``tdpfed run`` as a newcomer types it: at least 97 % on digits."""
+    """``tdpfed run`` as a newcomer types it: at least 94 % on digits, where training alone reaches 90 %."""
     assert call(["run", "--json"], monkeypatch) == 0
     out, err = capsys.readouterr()
     assert err == ""
     summary = json.loads(out)
-    assert summary["personalized_accuracy"] >= 0.97
+    assert summary["personalized_accuracy"] >= 0.94
     assert summary["global_accuracy"] > 0.5
     assert summary["compression_rate"] > 1.5
 

@@ -1,12 +1,12 @@
 """The wire and the server's optimizer from the command line: bad input, and runs that are resumed to the bit."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import small
 from tdpfed import cli
 from tdpfed.core.state import WIRE
 from tdpfed.runs.checkpoints import Checkpoints, Snapshot
@@ -115,11 +115,10 @@ FORMS = {
 
 
 def result_of(folder: Path) -> tuple[list[dict[str, object]], Snapshot]:
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = Checkpoints(folder / "checkpoints").load()
     assert found is not None
     assert found[1] == []
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in metrics], found[0]
+    return small.lines(folder / "metrics.jsonl", "seconds"), found[0]
 
 
 def replaced(folder: Path, old: str, new: str) -> None:

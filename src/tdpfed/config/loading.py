@@ -58,6 +58,11 @@ def raw_config(source: str, overrides: Sequence[str] | None = None) -> dict[str,
     if source in presets() and values["data"].get("name") != _read(source)["data"]["name"]:
         # A preset's data settings do not apply to another data set.
         values = overridden({**_read(source), "data": {}}, overrides)
+    elif source in presets() and values["data"].get("partition") != _read(source)["data"].get("partition"):
+        data = {
+            key: value for key, value in _read(source)["data"].items() if key != "per_client"
+        }  # nor to another partition
+        values = overridden({**_read(source), "data": data}, overrides)
     return values
 
 

@@ -195,7 +195,8 @@ class Simulation:
         if len(turn.clients):
             updates = self._train(turn) if updates is None else updates
             checks.check_finite(updates, turn, self.algorithm, self.uplink.attack)
-            kept = self.store.rows(turn.clients, tuple(wire_entries(self.store.start)))
+            if names := tuple(wire_entries(self.store.start)):
+                kept = self.store.rows(turn.clients, names)
         server, count = self.server, 0
         if self.algorithm.communicates:
             uploads, senders, kept = self._accepted_uploads(updates, turn, reported, kept)

@@ -84,6 +84,8 @@ class Uplink:
             )
             for rows in self._slices(len(own.clients), own.clients.is_cuda)
         ]
+        if not sent:  # other processes have all clients of the round
+            sent = [(mine, kept, {TOO_FAR: torch.zeros(0, dtype=torch.bool, device=own.clients.device)})]
         seen, after, far = (_joined([parts[part] for parts in sent]) for part in range(3))
         seen = self.ranks.gather(seen | far, turn.clients)
         return seen, after, self._refused(seen, turn, seen.pop(TOO_FAR))
