@@ -85,7 +85,8 @@ class Optimizer:
         """Return what is left of the learning rate after so many rounds."""
         if self.schedule == "cosine":
             return (1 + torch.cos(math.pi * (done / (self.rounds or 1)).clamp_max(1))) / 2
-        return self.factor ** torch.floor(done / self.every)
+        left: Tensor = torch.pow(self.factor, torch.floor(done / self.every))
+        return left
 
     def rule(self, lr: float | Tensor) -> optim.Optimizer:
         """Return the rule of a step, without clipping."""

@@ -46,8 +46,8 @@ def follow_in_place(
         else:
             fused = torch._fused_adam_ if optimizer.name == "adam" else torch._fused_adamw_
             fused(
-                values, grads, *kept, [], [torch.tensor(float(count))] * len(values), lr=lr, beta1=BETA1, beta2=BETA2,
-                eps=EPS, weight_decay=optimizer.weight_decay, amsgrad=False, maximize=False,
+                values, grads, kept[0], kept[1], [], [torch.tensor(float(count))] * len(values), lr=lr, beta1=BETA1,
+                beta2=BETA2, eps=EPS, weight_decay=optimizer.weight_decay, amsgrad=False, maximize=False,
             )  # fmt: skip
     return own, loss
 
