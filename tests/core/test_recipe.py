@@ -174,7 +174,7 @@ def test_a_rate_that_is_a_tensor_gives_the_same_steps() -> None:
             for count in (1, 2, 3):
                 theta, moments = rule.step(theta, one.anchor, moments, count)
             points.append(theta)
-        close(*points)
+        close(points[0], points[1])
 
 
 @pytest.mark.parametrize(

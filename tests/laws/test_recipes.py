@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_reference import flat, load, mean_of, minibatches
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import small
@@ -53,11 +53,11 @@ def test_rounds_are_a_loop_of_torch(name: str, runner: Any) -> None:
     optimizer, rule, schedule = RECIPES[name]
     data, method = small.federation(4), FedAvg(**small.COMMON, eta=ETA)
     found = simulate(small.mlp(), data, method, ROUNDS, runner=runner, optimizer=optimizer).simulation
-    shared = dict(small.mlp().double().named_parameters())
+    shared: dict[str, Tensor] = dict(small.mlp().double().named_parameters())
     rates = torch.optim.SGD([nn.Parameter(torch.zeros(1))], ETA)
     scheduler = schedule(rates)
     for round_ in range(1, ROUNDS + 1):
-        trained = []
+        trained: list[dict[str, Tensor]] = []
         for client in range(4):
             module = load(small.mlp().double(), shared)
             torch_optimizer = rule(module.parameters(), rates.param_groups[0]["lr"])

@@ -115,7 +115,7 @@ class Optimizer:
         """Return gradients ``(..., P)``, those beyond the norm ``clip`` scaled down to it."""
         if self.clip is None:
             return g
-        norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         return g * (self.clip / (norm + TINY)).clamp_max(1)
 
 

@@ -46,7 +46,7 @@ class RecordedGradient:
         if theta.ndim == 1 or not self._one_by_one(theta):
             return self._per_sample(theta, batch)
         losses, correct = zip(
-            *(self._per_sample(row, own) for row, *own in zip(theta, *batch, strict=True)), strict=True
+            *(self._per_sample(row, (x, y)) for row, x, y in zip(theta, *batch, strict=True)), strict=True
         )
         return torch.stack(losses), torch.stack(correct)
 
