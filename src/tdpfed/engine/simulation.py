@@ -18,6 +18,7 @@ from tdpfed.core.state import State, Turn, own_entries, wire_entries
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
 from tdpfed.engine.attacks import Attack, attackers, flip_labels
+from tdpfed.engine.delivery import Delivery
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.public import public_sample, sample_bytes
@@ -27,12 +28,12 @@ from tdpfed.engine.runners import Runner, RunnerName, Updates
 from tdpfed.engine.store import Place, Store
 from tdpfed.engine.uplink import Down, Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import accepted, check_gauge
+from tdpfed.server.gate import check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.records import Ledger, Record, due
 from tdpfed.server.robust import Rule
-from tdpfed.server.round import ServerRound, initial_state, only
+from tdpfed.server.round import ServerRound, initial_state
 from tdpfed.server.step import AVERAGE, ServerStep
 from tdpfed.wire import PLAIN, Rejected, Wire
 from tdpfed.wire.channel import Channel
@@ -239,40 +240,15 @@ class Simulation:
 
         ``reported`` masks those of the turn's clients that upload. A refused upload counts as not sent.
         """
-        if updates is None:
+        if updates is not None:
+            self._count(turn, reported)
+        if updates is None or not bool(reported.any()):
             return *self.server_round.no_uploads(self.server, turn), kept
-        self._count(turn, reported)
-        if not bool(reported.any()):
-            return *self.server_round.no_uploads(self.server, turn), kept
-        known = self.broadcast.known
-        sent, senders = only(updates.upload, turn, reported)
-        mine = self.ranks.part({"mine": reported}, turn.clients.cpu())["mine"]
-        all_report = bool(mine.all())
-        before = kept if all_report else {name: value[mine.to(value.device)] for name, value in kept.items()}
-        uploads, after, far = self.uplink.transmit(sent, known, before, senders)
-        finite = uploads is sent or self.channel.changes  # already checked
-        passed, turn, refused = self._admitted(uploads, known, senders, far, finite)
-        lost = ~torch.isin(senders.clients, turn.clients)
-        after = self.uplink.returned(after, uploads, known, senders, lost)
-        if all_report:
-            kept = after
-        else:
-            for name, value in after.items():
-                kept[name][mine.to(value.device)] = value
-        self.refused += refused
-        self.ledger.rejected += len(refused)
-        return passed, turn, kept
-
-    def _admitted(
-        self, uploads: State, known: State, senders: Turn, far: list[Rejected], finite: bool
-    ) -> tuple[State, Turn, list[Rejected]]:
-        """Return the uploads that pass the gate, with what the server has and clients do not know, and the refusals."""
-        if far:
-            uploads, senders = only(uploads, senders, accepted(senders, far))
-        for name, difference in self.downlink.difference(self.server, known).items():
-            uploads = uploads | {name: uploads[name] + difference}
-        found, turn, refused = self.server_round.admitted(uploads, self.server, senders, finite=finite)
-        return found, turn, far + refused
+        path = Delivery(self.uplink, self.downlink, self.server_round, self.server, self.broadcast.known)
+        found = path.deliver(updates.upload, turn, reported, kept)
+        self.refused += found.refused
+        self.ledger.rejected += len(found.refused)
+        return found.uploads, found.senders, found.kept
 
     def _count(self, turn: Turn, reported: Tensor) -> None:
         """Add the exact sizes of the round's messages, headers included, to the ledger."""
