@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from fake import NODES, Case, worst
 
-from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.errors import TDPFedError
 from tdpfed.flower.settings import read_settings
 
 
@@ -27,19 +27,6 @@ def test_a_run_is_the_simulation(tmp_path: Path, given: tuple[str, ...]) -> None
         kept = case.state(client).upto(3)
         assert kept is not None
         assert torch.allclose(kept["theta"], case.simulation.private["theta"][client], atol=1e-6)
-
-
-def test_a_node_with_one_sample_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(tmp_path, "algorithm.name=fedavg", "algorithm.tau=1", "participation.below_quorum=stop")
-    whole = case.task.load({"partition-id": 0})
-    monkeypatch.setattr(case.task, "load", lambda _: tuple(part[:1] for part in whole))
-    case.settings["data.validation"] = 0.5
-    grid = case.grid()
-    with pytest.raises(QuorumError):
-        case.run(grid)
-    failed = [answer.error.reason or "" for answer in grid.sent if answer.has_error()]
-    assert len(failed) == NODES
-    assert all("data.validation: 0.5 given" in reason for reason in failed)
 
 
 def test_other_keys_about_data_are_refused(tmp_path: Path) -> None:
