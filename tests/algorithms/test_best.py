@@ -1,6 +1,7 @@
 """The choice of the model that validates best: by hand, at both ends, with every kind of method, and from a command."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,7 @@ def test_bad_settings_are_refused(
     tmp_path: Path, setting: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["tdpfed", *command(tmp_path / "run", setting)])
+    monkeypatch.setattr("sys.path", sys.path[:])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2

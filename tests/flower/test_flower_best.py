@@ -29,17 +29,6 @@ def test_a_run_is_the_simulation(tmp_path: Path, given: tuple[str, ...]) -> None
         assert torch.allclose(kept["theta"], case.simulation.private["theta"][client], atol=1e-6)
 
 
-def test_a_node_with_one_sample_is_told_so(tmp_path: Path) -> None:
-    case = Case(tmp_path, "algorithm.name=fedavg", "algorithm.tau=1", "participation.below_quorum=stop")
-    grid = case.grid()
-    case.task.load = lambda _: tuple(part[:1] for part in case.task.__class__.load(case.task, {"partition-id": 0}))  # type: ignore[method-assign, assignment]
-    with pytest.raises(TDPFedError):
-        case.run(grid, {"data.validation": 0.5})
-    assert any(
-        "data.validation: 0.5 given" in (answer.error.reason or "") for answer in grid.sent if answer.has_error()
-    )
-
-
 def test_other_keys_about_data_are_refused(tmp_path: Path) -> None:
     case = Case(tmp_path, "algorithm.name=fedavg", "data.validation=0.3")
     assert read_settings(case.settings)[0].data.validation == 0.3
