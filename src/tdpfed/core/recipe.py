@@ -85,8 +85,7 @@ class Optimizer:
         """Return what is left of the learning rate after so many rounds."""
         if self.schedule == "cosine":
             return (1 + torch.cos(math.pi * (done / (self.rounds or 1)).clamp_max(1))) / 2
-        left: Tensor = torch.pow(self.factor, torch.floor(done / self.every))
-        return left
+        return torch.pow(self.factor, torch.floor(done / self.every))
 
     def rule(self, lr: float | Tensor) -> optim.Optimizer:
         """Return the rule of a step, without clipping."""
@@ -115,7 +114,7 @@ class Optimizer:
         """Return gradients ``(..., P)``, those beyond the norm ``clip`` scaled down to it."""
         if self.clip is None:
             return g
-        norm = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(g, dim=-1, keepdim=True)
         return g * (self.clip / (norm + TINY)).clamp_max(1)
 
 
