@@ -85,8 +85,7 @@ class Optimizer:
         """Return what is left of the learning rate after so many rounds."""
         if self.schedule == "cosine":
             return (1 + torch.cos(math.pi * (done / (self.rounds or 1)).clamp_max(1))) / 2
-        left: Tensor = torch.pow(self.factor, torch.floor(done / self.every))
-        return left
+        return torch.pow(self.factor, torch.floor(done / self.every))
 
     def rule(self, lr: float | Tensor) -> optim.Optimizer:
         """Return the rule of a step, without clipping."""
