@@ -26,6 +26,7 @@ from tdpfed.algorithms import (
 )
 from tdpfed.core.state import Turn
 from tdpfed.engine.attacks import Attack
+from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -148,6 +149,18 @@ def test_several_processes_equal_one(name: str) -> None:
         assert isinstance(result, tuple), result
         assert result[0] == records
         assert all(torch.equal(value, server[key]) for key, value in result[1].items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_several_seeds_together_equal_each_alone(name: str) -> None:
+    together_, alone = ([simulation(name, 4, seed=seed, exact=True) for seed in (1, 2)] for _ in range(2))
+    ensemble = Ensemble(together_)
+    for _ in range(2):
+        assert ensemble.step() == [None, None]
+        for one in alone:
+            one.step()
+    for left, right in zip(together_, alone, strict=True):
+        small.assert_close(left, right, 1e-9)
 
 
 WIRES = {

@@ -67,7 +67,7 @@ class Mapper(FedAvg):
 
     def _chosen(self, fitted: list[Tensor], w: Tensor, local: LocalWork) -> tuple[Tensor, Tensor]:
         """Return lambda ``(..., 1)`` and the own model of the candidate with the least held-out loss."""
-        mixes = torch.tensor(self.mixes, dtype=w.dtype, device=w.device)
+        mixes = torch.stack([w.new_full((), lam) for lam in self.mixes])
         if len(fitted) == 1:
             return mixes.expand(*w.shape[:-1], 1), fitted[0]
         batch = joined(local.validation(t) for t in range(self.choice_batches))

@@ -23,12 +23,14 @@ def hinge_steps(
     same = (place[..., :, None] == place[..., None, :]).to(x)
     rows = place[..., None].expand(sign.shape)
     alpha, moves = variables.gather(-2, rows), list[Tensor]()
-    for i in range(x.shape[-2]):
-        best = alpha[..., i, :] + (1 - sign[..., i, :] * scores[..., i, :]) / gram[..., i, i, None]
-        move = best.clamp(0, 1) - alpha[..., i, :]
-        alpha = alpha + same[..., :, i, None] * move[..., None, :]
-        scores = scores + gram[..., :, i, None] * (move * sign[..., i, :])[..., None, :]
+    curvature = gram.diagonal(dim1=-2, dim2=-1)[..., None].unbind(-2)
+    signs, pulls, copies = sign.unbind(-2), gram[..., None].unbind(-2), same[..., None].unbind(-2)
+    for i, (label, pull, copy, curve) in enumerate(zip(signs, pulls, copies, curvature, strict=True)):
+        own = alpha.select(-2, i)
+        move = (own + (1 - label * scores.select(-2, i)) / curve).clamp(0, 1) - own
         moves.append(move)
+        alpha = torch.addcmul(alpha, copy, move[..., None, :])
+        scores = torch.addcmul(scores, pull, (move * label)[..., None, :])
     return torch.stack(moves, -2), variables.scatter(-2, rows, alpha)
 
 
