@@ -254,7 +254,7 @@ def overridden(values: dict[str, Any], overrides: Sequence[str] | None) -> dict[
         try:
             if not equals or len(list(_parts(key))) < 2:
                 raise wrong("--set", text, "section.key=value, as in run.rounds=60")
-            if raw.strip():
+            if raw.strip(" "):
                 put(values, key.strip(), value_of(raw), "--set")
             else:
                 take_back(values, key.strip())
