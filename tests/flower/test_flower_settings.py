@@ -26,6 +26,12 @@ from tdpfed.wire import Rejected
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", ["mocha", "dapper"])
+def test_a_method_that_needs_what_a_node_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(TDPFedError, match=f"algorithm.name: '{name}' given"):
+        read_settings({"algorithm.name": name, "flower.out": "run", "flower.nodes": 3})
+
+
 def test_flat_keys_are_those_of_the_simulator() -> None:
     config, flower = read_settings(
         {

@@ -95,6 +95,9 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
     )
     if config is not None and flower is not None:
         errors += _secure_aggregation(config, flower)
+        if config.method.per_sample or config.method.public_samples:
+            why = "another: a node has no public sample and no values per sample, which it needs"
+            errors.append(wrong("algorithm.name", config.method_name, why))
         try:
             check_settings(
                 config.run.seed, "loop", None, "float32", config.participation, rule_of(config), flower.nodes
