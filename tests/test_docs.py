@@ -32,7 +32,8 @@ from tdpfed.models import MODELS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-EVERY_PAGE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+DEVELOPERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+EVERY_PAGE = [*PAGES, *DEVELOPERS]
 KEYS = {name: {key.name: key.default for key in describe(name)} for name in ALGORITHMS}
 needs_results = pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source distribution has no results")
 SECTIONS = {key.partition(".")[0] for key in KEYS["tdpfed"]}
@@ -109,8 +110,9 @@ def test_the_check_of_links_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_every_page_is_listed_in_the_index() -> None:
     listed = {(DOCS / link).resolve() for link in links(prose(DOCS / "index.md"))}
-    wanted = {*PAGES[1:], *(DOCS / "algorithms" / f"{name}.md" for name in ALGORITHMS), *ROOT.glob("examples/*.py")}
-    assert listed == wanted - {DOCS / "index.md"}
+    methods = (DOCS / "algorithms" / f"{name}.md" for name in ALGORITHMS)
+    wanted = {*PAGES[1:], *methods, *ROOT.glob("examples/*.py"), *DEVELOPERS}
+    assert listed == wanted - {DOCS / "index.md"}, "docs/index.md lists every page; the website's menu is made from it"
 
 
 # -- code --------------------------------------------------------------------------------------------------------------
