@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tdpfed.data import datasets
+from tdpfed.data import datasets, make_federation
+from tdpfed.data.class_names import CLASS_NAMES
 from tdpfed.data.datasets import Dataset, available, load
 from tdpfed.errors import TDPFedError
 
@@ -178,13 +179,33 @@ def test_own_npz(tmp_path: Path) -> None:
     assert np.array_equal(data.x, x)
     assert data.classes == 3
     assert data.owner is not None
-    assert data.owner.tolist() == [1, 0, 1, 0]
+    assert data.owner.tolist() == ["b", "a", "b", "a"]
     assert data.official_test is not None
     assert data.official_test.tolist() == [True, False, False, True]
     assert load(str(path), classes=5).classes == 5
     np.savez(path, x=x.astype(np.uint8), y=y)
     assert load(str(path)).x.dtype == np.uint8
     assert load(str(path)).owner is None
+
+
+def test_own_npz_with_names_of_classes_and_clients(tmp_path: Path) -> None:
+    path, ids = tmp_path / "own.npz", np.array([7, 5, 30]).repeat(4)
+    np.savez(path, x=np.ones((12, 2)), y=np.arange(12) % 2, client_ids=ids, class_names=np.array(["no", "yes", "?"]))
+    assert (load(str(path)).classes, load(str(path)).class_names) == (3, ("no", "yes", "?"))
+    fed = make_federation(str(path))
+    assert (fed.ids, fed.class_names) == (("5", "7", "30"), ("no", "yes", "?"))
+    assert make_federation(str(path), clients=2, seed=1).ids in {("5", "7"), ("5", "30"), ("7", "30")}
+    assert make_federation(str(path), partition="iid", clients=2).ids == ("0", "1")
+    np.savez(path, x=np.ones((12, 2)), y=np.arange(12) % 2, class_names=np.array([1, 2]))
+    with pytest.raises(TDPFedError, match=r"class_names of .*allowed: a text for each class"):
+        load(str(path))
+    with pytest.raises(TDPFedError, match="class_names of 'one': 1 names; allowed: one for each of the 2 classes"):
+        Dataset("one", np.ones((2, 2)), np.arange(2), 2, class_names=("a",))
+
+
+@pytest.mark.parametrize(("name", "count"), [("fashion-mnist", 10), ("cifar10", 10), ("cifar100", 100)])
+def test_classes_of_public_data_sets_have_names(name: str, count: int) -> None:
+    assert len(set(CLASS_NAMES[name])) == count
 
 
 GOOD = {"x": np.ones((3, 2)), "y": np.array([0, 1, 1])}

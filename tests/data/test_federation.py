@@ -1,3 +1,5 @@
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tdpfed.data import Dataset, Federation
-from tdpfed.data.federation import NORMALIZE
+from tdpfed.data.normalization import NORMALIZE, Normalization
 from tdpfed.errors import TDPFedError
 
 
@@ -228,3 +230,48 @@ def test_from_parts_takes_the_parts_in_order() -> None:
         Federation.from_parts(data, [parts[0], (parts[1][1], parts[1][0])])
     with pytest.raises(TDPFedError, match="clients: 0"):
         Federation.from_parts(data, [])
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
+def test_what_was_applied_is_kept_and_gives_the_same_bits(
+    normalize: str, dtype: torch.dtype, kind: torch.dtype
+) -> None:
+    """Also after a way through JSON."""
+    x = torch.rand(90, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = (x * 200).to(kind) if kind == torch.uint8 else x
+    fed = parted(x, normalize, dtype)
+    applied = Normalization.from_dict(json.loads(json.dumps(fed.normalization.as_dict())))
+    mask = torch.arange(90) >= 60
+    order = [i for test in (False, True) for k in range(3) for i in range(90) if i % 3 == k and bool(mask[i]) == test]
+    assert torch.equal(applied.apply(x[order], dtype), fed.x)
+    assert applied.kind == normalize
+    assert applied.changes == (normalize in ("standard", "feature") or (normalize == "unit" and kind == torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "other"}, {"scale": [0.0]}, {"mean": [float("nan")]}, {"mean": ["a"]}, {"shape": [2]}, {"type": "save"}],
+)
+def test_damaged_statistics_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(TDPFedError, match="normalize: "):
+        Normalization.from_dict({**Normalization().as_dict(), **change})
+
+
+def test_clients_keep_their_ids_and_classes_their_names() -> None:
+    ids = ["hospital-2", "hospital-10", "hospital-1"] * 4
+    x, y = torch.arange(12.0)[:, None], torch.arange(12) % 2
+    fed = Federation.from_tensors(x, y, ids, normalize="none", class_names=["healthy", "ill"])
+    assert fed.ids == ("hospital-1", "hospital-10", "hospital-2")
+    assert fed.class_names == ("healthy", "ill")
+    assert {ids[int(i)] for i in fed.client("hospital-10")[0][:, 0]} == {"hospital-10"}
+    assert fed.position("hospital-2") == 2
+    assert fed.to("cpu").with_augment("none").only(torch.tensor([1])).ids == fed.ids
+    with pytest.raises(TDPFedError, match=r"client: unknown 'hospital-3', did you mean 'hospital-2'\? Allowed: hosp"):
+        fed.client("hospital-3")
+    assert Federation.from_tensors(x, y, [7, 5, 30] * 4, normalize="none").ids == ("5", "7", "30")
+    with pytest.raises(TDPFedError, match="class_names: 3 names; allowed: one for each of 2 classes"):
+        Federation.from_tensors(x, y, ids, classes=2, class_names=["a", "b", "c"])
+    with pytest.raises(TDPFedError, match="ids: 2 different names; allowed: one for each of 3"):
+        replace(fed, ids=("a", "b", "b"))

@@ -19,7 +19,7 @@ from tdpfed import cli
 from tdpfed.config.loading import parse_config
 from tdpfed.data import load
 
-FILES = ("config.toml", "metrics.jsonl", "summary.json")
+FILES = ("config.toml", "federation.json", "metrics.jsonl", "summary.json")
 MAIN = [sys.executable, "-c", "from tdpfed.cli import main; main()"]
 TINY = ["run.rounds=3", "data.clients=4", "data.max_samples=40", "algorithm.tau=2", "data.per_client=5"]
 KEYS = {

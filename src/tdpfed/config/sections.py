@@ -15,7 +15,8 @@ from tdpfed.algorithms import DEFAULT, Algorithm, Best, find
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import check, plain, same, setting
 from tdpfed.data.build import Partition, Split
-from tdpfed.data.federation import Augment, Normalize
+from tdpfed.data.federation import Augment
+from tdpfed.data.normalization import Normalize
 from tdpfed.engine.attacks import Attack, Kind
 from tdpfed.engine.precision import Precision
 from tdpfed.engine.runners import RunnerName

@@ -1,6 +1,6 @@
 """Build a federation from plain options: load, partition, limit sizes, split, normalize."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -61,8 +61,9 @@ def make_federation(
         raise TDPFedError(
             f"{size_skew!r} with partition {kind!r}; allowed: with iid, classes, classes-in-turn", field="size_skew"
         )
+    ids: Sequence[str] = ()
     if kind == "natural":
-        parts = _natural(data, clients, seed)
+        parts, ids = _natural(data, clients, seed)
     else:
         parts = _assigned(
             data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed
@@ -77,7 +78,7 @@ def make_federation(
         )
     else:
         pairs = partitions.split_official(parts, data.official_test)
-    made = Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype).with_augment(augment)
+    made = Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype, ids=ids).with_augment(augment)
     return made.with_validation(validation)
 
 
@@ -100,20 +101,20 @@ def _assigned(
     return partitions.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 
 
-def _natural(data: Dataset, clients: int | None, seed: int) -> list[Indices]:
-    """Return the data's natural clients: all of them, or the given number, drawn with the seed."""
+def _natural(data: Dataset, clients: int | None, seed: int) -> tuple[list[Indices], Sequence[str]]:
+    """Return the data's natural clients and their ids: all of them, or the given number, drawn with the seed."""
     if data.owner is None:
         raise TDPFedError(
             f"'natural' for {data.name!r}, which has no natural clients; allowed: "
             f"{', '.join(kind for kind in PARTITIONS if kind != 'natural')}",
             field="partition",
         )
-    parts = partitions.natural(data.owner)
+    parts, ids = partitions.natural(data.owner), partitions.names(data.owner)
     if clients is None:
-        return parts
+        return parts, ids
     if not 1 <= clients <= len(parts):
         raise TDPFedError(
             f"{clients!r}; allowed: 1 to {len(parts)}, the natural clients of {data.name!r}", field="clients"
         )
-    chosen = partitions.generator(seed).choice(len(parts), clients, replace=False)
-    return [parts[k] for k in sorted(chosen)]
+    chosen = sorted(partitions.generator(seed).choice(len(parts), clients, replace=False))
+    return [parts[k] for k in chosen], [ids[k] for k in chosen]

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tdpfed.data import formats, sources
-from tdpfed.data.partition import numbered
+from tdpfed.data.class_names import CLASS_NAMES
+from tdpfed.data.partition import check_ids
 from tdpfed.data.synthetic import synthetic
 from tdpfed.errors import TDPFedError, shown, unknown
 
@@ -31,7 +32,8 @@ class Dataset:
     y: NDArray[np.int64]
     classes: int
     official_test: NDArray[np.bool_] | None = None
-    owner: NDArray[np.int64] | None = None
+    owner: NDArray[Any] | None = None  # each sample's client: a whole number or a text
+    class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
 
     def __post_init__(self) -> None:
         for field, values in (("y", self.y), ("test mask", self.official_test), ("client ids", self.owner)):
@@ -43,6 +45,13 @@ class Dataset:
         if len(self.x) == 0:
             raise TDPFedError(f"x of {self.name!r}: no samples; allowed: 1 or more")
         formats.check_labels(self.name, self.y, self.classes)
+        if self.class_names and len(self.class_names) != self.classes:
+            raise TDPFedError(
+                f"class_names of {self.name!r}: {len(self.class_names)} names; allowed: one for each of the "
+                f"{self.classes} classes"
+            )
+        if self.owner is not None:
+            check_ids(self.owner)
         if self.x.dtype.kind == "f" and not np.isfinite(self.x).all():
             bad = int(np.flatnonzero(~np.isfinite(self.x).reshape(len(self.x), -1).all(1))[0])
             raise TDPFedError(f"x of {self.name!r}: NaN or infinite in sample {bad}; allowed: finite numbers")
@@ -161,7 +170,7 @@ def _pooled(
 ) -> Dataset:
     labels = np.concatenate([*y, y_test])
     test = np.arange(len(labels)) >= len(labels) - len(y_test)
-    return Dataset(name, np.concatenate([*x, x_test]), labels, classes, test, owner)
+    return Dataset(name, np.concatenate([*x, x_test]), labels, classes, test, owner, CLASS_NAMES.get(name, ()))
 
 
 def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -> Dataset:
@@ -206,6 +215,8 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
         raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: whole numbers, one per sample")
     if mask is not None and mask.dtype != np.bool_:
         raise TDPFedError(f"test_mask of {str(path)!r}: {mask.dtype}; allowed: true or false for each sample")
+    named = _class_names(path, arrays.get("class_names"))
+    classes = len(named) if named and classes is None else classes
     with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused as such
         x = x if x.dtype == np.uint8 else x.astype(np.float32)
     return Dataset(
@@ -214,8 +225,19 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
         y.astype(np.int64),
         formats.count_classes(y) if classes is None else classes,
         mask,
-        None if ids is None else numbered(ids),
+        ids,
+        named,
     )
+
+
+def _class_names(path: Path, given: NDArray[Any] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if given.dtype.kind != "U" or given.ndim != 1 or not len(given):
+        raise TDPFedError(
+            f"class_names of {str(path)!r}: {given.dtype} of shape {given.shape}; allowed: a text for each class"
+        )
+    return tuple(map(str, given))
 
 
 _READERS = {".npz": formats.read_npz, ".parquet": formats.read_parquet}

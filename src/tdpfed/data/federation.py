@@ -19,12 +19,12 @@ from tdpfed.core.extras import held_out_rows
 from tdpfed.data import partition
 from tdpfed.data.datasets import Dataset
 from tdpfed.data.formats import count_classes
+from tdpfed.data.normalization import RAW, Normalization, normalized
 from tdpfed.data.partition import Parts
-from tdpfed.errors import TDPFedError, unknown, wrong
+from tdpfed.errors import TDPFedError, nearest, shown, unknown, wrong
 
-Normalize = Literal["standard", "feature", "unit", "none"]
 Augment = Literal["none", "flip", "flip-shift"]
-NORMALIZE, AUGMENT = get_args(Normalize), get_args(Augment)
+AUGMENT = get_args(Augment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,21 @@ class Federation:
     augment: str = "none"  # how training images are changed when they are drawn
     validation: float = 0.0  # share of each client's training samples that is held out
     digest: str = ""  # SHA-256 sum of the samples as given, their labels and owners; empty if made by hand
+    ids: tuple[str, ...] = ()  # (K,) the clients' names, all different; "0" to "K - 1" if none are given
+    class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
+    normalization: Normalization = RAW  # what was applied to the raw inputs
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            object.__setattr__(self, "ids", tuple(map(str, range(self.clients))))
+        if len(self.ids) != self.clients or len(set(self.ids)) != self.clients:
+            raise TDPFedError(
+                f"{len(set(self.ids))} different names; allowed: one for each of {self.clients} clients", field="ids"
+            )
+        if self.class_names and (len(self.class_names) != self.classes or not all(self.class_names)):
+            raise TDPFedError(
+                f"{len(self.class_names)} names; allowed: one for each of {self.classes} classes", field="class_names"
+            )
 
     def __repr__(self) -> str:
         train, test = int(self.train_size.sum()), int(self.test_size.sum())
@@ -119,8 +134,16 @@ class Federation:
         kept = torch.cat(index)
         return replace(self, x=self.x[kept], y=self.y[kept], **starts)
 
-    def client(self, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return views of client k's x_train, y_train, x_test, y_test."""
+    def position(self, client: str) -> int:
+        """Return the number of the client with this id."""
+        try:
+            return self.ids.index(client)
+        except ValueError:
+            raise unknown_client(client, self.ids) from None
+
+    def client(self, k: int | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return views of client k's x_train, y_train, x_test, y_test; a text is a client's id."""
+        k = self.position(k) if isinstance(k, str) else k
         if not 0 <= k < self.clients:
             raise TDPFedError(f"{k!r}; allowed: 0 to {self.clients - 1}", field="client")
         train = slice(int(self.train_start[k]), int(self.train_start[k] + self.train_size[k]))
@@ -129,11 +152,18 @@ class Federation:
 
     @classmethod
     def from_parts(
-        cls, dataset: Dataset, parts: Parts, *, normalize: str = "standard", dtype: torch.dtype = torch.float32
+        cls,
+        dataset: Dataset,
+        parts: Parts,
+        *,
+        normalize: str = "standard",
+        dtype: torch.dtype = torch.float32,
+        ids: Sequence[str] = (),
     ) -> Self:
-        """Make a federation from a data set; ``parts`` contains (training, test) indices for each client."""
+        """Make a federation from a data set: (training, test) indices for each client, and the clients' names."""
         x, y = _tensor(dataset.x), _tensor(dataset.y)
-        return cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype)
+        made = cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype)
+        return replace(made, ids=tuple(ids), class_names=dataset.class_names)
 
     @classmethod
     def from_tensors(
@@ -149,12 +179,14 @@ class Federation:
         seed: int = 0,
         name: str = "custom",
         dtype: torch.dtype = torch.float32,
+        class_names: Sequence[str] = (),
     ) -> Self:
         """Make a federation from your own data: samples ``x`` (N, ...), labels ``y`` (N,) and client ids (N,).
 
-        Ids may be numbers or strings; client k is the k-th smallest. Test samples are those of ``test_mask``, or a
-        random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per channel of an
-        image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1) or "none".
+        Ids may be numbers or strings; client k is the k-th smallest and keeps its id. Test samples are those of
+        ``test_mask``, or a random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per
+        channel of an image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1) or
+        "none".
         """
         x, y = _tensor(x).detach(), _tensor(y)
         ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
@@ -173,8 +205,10 @@ class Federation:
             raise TDPFedError("no samples; allowed: 1 or more", field="x")
         owned = partition.natural(ids)
         parts = partition.split(owned, test_fraction, seed) if mask is None else partition.split_official(owned, mask)
+        classes = len(class_names) if class_names and classes is None else classes
         classes = count_classes(y.numpy(force=True)) if classes is None else classes
-        return cls._gather(name, x, y, parts, classes, normalize, dtype)
+        made = cls._gather(name, x, y, parts, classes, normalize, dtype)
+        return replace(made, ids=partition.names(ids), class_names=tuple(class_names))
 
     @classmethod
     def _gather(
@@ -198,9 +232,10 @@ class Federation:
         index = torch.from_numpy(order).to(x.device)
         trained = int(sizes[:, 0].sum())
         starts = sizes.cumsum(0) - sizes
+        inputs, normalization = normalized(x, index, trained, normalize, dtype)
         return cls(
             name=name,
-            x=_normalized(x, index, trained, normalize, dtype),
+            x=inputs,
             y=y[index],
             train_start=starts[:, 0].contiguous(),
             train_size=sizes[:, 0].contiguous(),
@@ -208,7 +243,18 @@ class Federation:
             test_size=sizes[:, 1].contiguous(),
             classes=classes,
             digest=_digest(x, y, sizes, order),
+            normalization=normalization,
         )
+
+
+def unknown_client(given: object, ids: Sequence[str]) -> TDPFedError:
+    """Return the error for a client that there is not, with a few of those there are."""
+    near = nearest(given, ids)
+    shown_ids = ", ".join(ids[:5]) + (f", ... ({len(ids):,} clients)" if len(ids) > 5 else "")
+    hint = f", did you mean {near!r}?" if near else ";"
+    return TDPFedError(
+        f"unknown {shown(given)}{hint} Allowed: {shown_ids}", field="client", value=given, allowed=list(ids)
+    )
 
 
 def _digest(x: Tensor, y: Tensor, sizes: Tensor, order: NDArray[np.int64]) -> str:
@@ -231,29 +277,3 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
 
 def _tensor(values: Tensor | NDArray[Any]) -> Tensor:
     return values if isinstance(values, Tensor) else torch.from_numpy(np.require(values, requirements=["C", "W"]))
-
-
-def _normalized(x: Tensor, index: Tensor, trained: int, normalize: str, dtype: torch.dtype) -> Tensor:
-    """Return ``x[index]`` as ``dtype``; its first ``trained`` samples are the training samples."""
-    if normalize not in NORMALIZE:
-        raise unknown("normalize", normalize, NORMALIZE)
-    work = torch.promote_types(dtype, torch.float32)
-    if x.dtype == torch.uint8:
-        x = x[index].to(work)
-        x = x.div_(255) if normalize == "unit" else x
-    else:
-        x = x.to(work)[index]
-        if not x.isfinite().all():
-            raise TDPFedError(f"NaN, infinite or beyond {work}; allowed: finite numbers", field="x")
-    if normalize in ("standard", "feature"):
-        others = [d for d in range(x.ndim) if d != 1] if normalize == "standard" else [0]
-        train = x[:trained]
-        variance, mean = torch.var_mean(train, others, correction=0, keepdim=True)
-        constant = train.amin(others, keepdim=True) == train.amax(others, keepdim=True)
-        x = x.sub_(mean).div_(torch.where(constant, 1.0, variance.sqrt()))
-    elif normalize == "unit" and (x.min() < 0 or x.max() > 1):
-        raise TDPFedError(
-            f"'unit' with values from {x.min():g} to {x.max():g}; allowed: bytes or values from 0 to 1",
-            field="normalize",
-        )
-    return x.to(dtype)

@@ -112,8 +112,8 @@ def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Read ``x`` and ``y``, and optionally ``client_ids`` and ``test_mask``, from an ``.npz`` file."""
-    allowed = ("x", "y", "client_ids", "test_mask")
+    """Read ``x`` and ``y``, optionally ``client_ids``, ``test_mask`` and ``class_names``, from an ``.npz`` file."""
+    allowed = ("x", "y", "client_ids", "test_mask", "class_names")
     try:
         check_regular(path)
         with zipfile.ZipFile(path) as file:
@@ -136,7 +136,9 @@ def read_npz(path: Path) -> dict[str, Array]:
         ) from error
     for name in ("x", "y"):
         if name not in arrays:
-            raise _broken(path, f"no array {name!r}", "arrays x and y, optionally client_ids and test_mask")
+            raise _broken(
+                path, f"no array {name!r}", "arrays x and y, optionally client_ids, test_mask and class_names"
+            )
     return arrays
 
 

@@ -128,9 +128,20 @@ def natural(owner: NDArray[Any]) -> list[Indices]:
 
 def numbered(ids: NDArray[Any]) -> Indices:
     """Map the ids, whole numbers or strings, to 0 to K - 1 in sorted order."""
+    check_ids(ids)
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+
+
+def check_ids(ids: NDArray[Any]) -> None:
+    """Refuse client ids that are neither whole numbers nor strings."""
     if ids.dtype.kind not in "iuUSO":
         raise TDPFedError(f"{ids.dtype}; allowed: whole numbers or strings", field="client ids")
-    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
+
+
+def names(ids: NDArray[Any]) -> tuple[str, ...]:
+    """Return the different ids as texts, in the order in which :func:`natural` lists their clients."""
+    check_ids(ids)
+    return tuple(one.decode("utf-8", "replace") if isinstance(one, bytes) else str(one) for one in np.unique(ids))
 
 
 def bounded(

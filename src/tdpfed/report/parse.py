@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tdpfed.runs.folder import CONFIG, FILES
+from tdpfed.runs.folder import CONFIG, FEDERATION, FILES
 from tdpfed.runs.seals import Tail, is_sealed
 
 ACCURACIES = ("personalized_accuracy", "local_accuracy", "global_accuracy")
@@ -95,6 +95,7 @@ def _sums(files: Mapping[str, Any]) -> tuple[str | None, dict[str, Tail]]:
     try:
         sums = dict(files)
         config = str(sums.pop(CONFIG)["sha256"])
+        sums.pop(FEDERATION, None)  # it has a checksum of its own
         return config, {str(name): Tail(int(one["lines"]), str(one["sha256"])) for name, one in sums.items()}
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{FILES} given, must be checksums by file") from None

@@ -1,8 +1,9 @@
 """A run on disk: ``config.toml`` (resolved), ``metrics.jsonl`` (a line per evaluated round) and ``summary.json``.
 
-Refused uploads are listed in ``refusals.jsonl``: round, client, rule, tensor and reason. Lines are flushed to disk at
-the end of their round, so that a crash loses no finished round. The summary is written atomically. Lines and the
-summary carry checksums (:mod:`tdpfed.runs.seals`), and the summary holds those of the other files.
+``federation.json`` has the clients' ids and what was applied to their samples (:mod:`tdpfed.runs.data_card`). Refused
+uploads are listed in ``refusals.jsonl``: round, client, rule, tensor and reason. Lines are flushed to disk at the end
+of their round, so that a crash loses no finished round. The summary is written atomically. Lines and the summary carry
+checksums (:mod:`tdpfed.runs.seals`), and the summary holds those of the other files.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from tdpfed.server.records import Record
 from tdpfed.wire import Rejected
 
 CONFIG = "config.toml"
+FEDERATION = "federation.json"
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
 SEEDS = "seeds.toml"
@@ -181,8 +183,9 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, with the checksums of the other files and its own."""
         with write_errors("--out", self.path):
-            config = hashlib.sha256(read_file(self.path / CONFIG)).hexdigest()
-        files = {CONFIG: {"sha256": config}, **self.sums}
+            there = [name for name in (CONFIG, FEDERATION) if name == CONFIG or (self.path / name).exists()]
+            whole = {name: {"sha256": hashlib.sha256(read_file(self.path / name)).hexdigest()} for name in there}
+        files = {**whole, **self.sums}
         self.write(SUMMARY, sealed(json.dumps({**summary, FILES: files}, indent=2)))
 
     def change(self, config: str) -> None:
