@@ -47,6 +47,16 @@ def test_a_run_is_the_simulation(tmp_path: Path, overrides: tuple[str, ...]) -> 
         assert summary[name] == pytest.approx(getattr(record, name)), name
 
 
+@pytest.mark.parametrize(
+    ("method", "epochs"), [("fedavg", "1"), pytest.param("perfedavg", "1.5", marks=pytest.mark.slow)]
+)
+def test_epochs_are_those_of_the_simulation(tmp_path: Path, method: str, epochs: str) -> None:
+    case = Case(tmp_path, f"algorithm.name={method}", f"algorithm.epochs={epochs}", "algorithm.batch_size=7")
+    case.run()
+    assert bool((case.simulation.federation.train_size % 7).any())  # the last minibatch of a pass is shorter
+    assert worst(tmp_path, case.simulation) <= 1e-6
+
+
 @pytest.mark.parametrize("name", ["changes", "halves"])
 def test_int8_is_the_simulations_but_where_a_last_bit_tips_a_step(tmp_path: Path, name: str) -> None:
     """A change is a difference: its relative rounding is larger than a model's, and now and then crosses a step."""

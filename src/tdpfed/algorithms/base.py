@@ -6,6 +6,7 @@ each a dict of tensors. A function is written for one client, with tensors ``(P,
 :class:`~tdpfed.core.local.LocalWork`, the server's averages through :class:`Average`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, replace
@@ -91,6 +92,10 @@ class Algorithm(ABC):
     """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
 
     tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1, most=10**6)
+    epochs: float | None = hyper(
+        None, "instead of tau: passes over a client's own training samples per communication round; may be a fraction",
+        above=0, most=10**6,
+    )  # fmt: skip
     batch_size: int = hyper(20, "samples per minibatch", least=1, most=10**6)
     weights: Literal["samples", "uniform"] = hyper(
         "samples", "weight of a client in the average: its number of training samples, or the same for all"
@@ -107,6 +112,8 @@ class Algorithm(ABC):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.epochs is not None and self.tau != getattr(type(self), "tau", None):
+            raise wrong("epochs", self.epochs, f"left out if tau is given (here {self.tau}): one of the two")
 
     @classmethod
     def hyper_parameters(cls) -> list[Field[Any]]:
@@ -123,6 +130,16 @@ class Algorithm(ABC):
     def bind(self, layout: Layout, population: int, most_samples: int = 0) -> Self:
         """Return this method for models of ``layout`` in a federation of ``population`` clients."""
         return replace(self, bound_layout=layout, population=population, most_samples=most_samples)
+
+    def of_size(self, samples: int) -> Self:
+        """Return this method for a client that trains on so many samples: ``epochs`` become its own ``tau``.
+
+        These are the minibatches of one pass times ``epochs``, rounded to a whole number of at least 1.
+        """
+        if self.epochs is None:
+            return self
+        steps = math.floor(self.epochs * math.ceil(samples / self.batch_size) + 0.5)
+        return replace(self, tau=max(1, steps), epochs=None)
 
     @property
     def layout(self) -> Layout:

@@ -58,7 +58,8 @@ class Best(Algorithm):
     def of(cls, method: Algorithm, **settings: Any) -> Self:
         """Return the method with the choice added."""
         return cls(
-            inner=method, tau=method.tau, batch_size=method.batch_size, weights=method.weights,
+            inner=method, tau=cls.tau if method.epochs else method.tau, epochs=method.epochs,
+            batch_size=method.batch_size, weights=method.weights,
             bound_layout=method.bound_layout, population=method.population, most_samples=method.most_samples,
             **settings,
         )  # fmt: skip
@@ -74,6 +75,10 @@ class Best(Algorithm):
         """Bind the method inside too."""
         inner = self.method.bind(layout, population, most_samples)
         return replace(super().bind(layout, population, most_samples), inner=inner)
+
+    def of_size(self, samples: int) -> Self:
+        """Return it for a client of so many samples, and the method inside too."""
+        return replace(super().of_size(samples), inner=self.method.of_size(samples))
 
     # -- what the method inside says
 

@@ -28,6 +28,9 @@ MOST_DEPTH, MOST_KEY = 16, 100
 TABLES = "algorithms"
 """The table of tables ``[algorithms.NAME]``."""
 
+LENGTHS = ("tau", "epochs")
+"""The two ways to say how long clients train in a round."""
+
 QUOTED = r"\"[^\"]*\"|'[^']*'"
 PART = re.compile(rf"{QUOTED}|[^.]+")
 METHOD = re.compile(rf"{QUOTED}|[^.:]+(?:\.[^.:]+)*:[^.]+|[^.]+")
@@ -207,7 +210,7 @@ def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, A
     if not isinstance(given, Mapping):
         errors.append(wrong(ALGORITHM, given, "a table with a name and hyper-parameters"))
     else:
-        hyper = {key: value for key, value in given.items() if key != "name"}
+        hyper = _one_length({key: value for key, value in given.items() if key != "name"}, ALGORITHM, errors)
     if not isinstance(tables, Mapping):
         errors.append(wrong(TABLES, tables, "tables of hyper-parameters by method"))
         tables = {}
@@ -218,13 +221,24 @@ def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, A
             if other != name:  # the chosen one is reported below
                 errors.append(error.at(TABLES))
             continue
-        own = read(method, table, f"{TABLES}.{other}", errors)
-        hyper = {**own, **hyper} if other == name else hyper
+        own = _one_length(read(method, table, f"{TABLES}.{other}", errors), f"{TABLES}.{other}", errors)
+        if other == name:
+            replaced = LENGTHS if any(hyper.get(key) is not None for key in LENGTHS) else ()
+            hyper = {**{key: value for key, value in own.items() if key not in replaced}, **hyper}
     try:
         return {"method_name": name, "method": build(find(name), hyper, ALGORITHM, errors)}
     except TDPFedError as error:
         errors.append(error.within(ALGORITHM))
         return {}
+
+
+def _one_length(table: dict[str, Any], where: str, errors: list[TDPFedError]) -> dict[str, Any]:
+    """Return a table of hyper-parameters that says only once how long clients train; twice is an error."""
+    if any(table.get(key) is None for key in LENGTHS):
+        return table
+    tau, epochs = (table[key] for key in LENGTHS)
+    errors.append(wrong(f"{where}.epochs", epochs, f"left out if tau is given (here {tau!r}): one of the two"))
+    return {key: value for key, value in table.items() if key != "tau"}
 
 
 def _read(source: str) -> dict[str, Any]:

@@ -214,8 +214,11 @@ class Config:
 
     @cached_property
     def algorithm(self) -> dict[str, Any]:
-        """The method's name and its hyper-parameters as plain values."""
-        return {"name": self.method_name, **plain(self.method)}
+        """The method's name and its hyper-parameters as plain values; with epochs there is no tau."""
+        values = plain(self.method)
+        if self.method.epochs is not None:
+            del values["tau"]
+        return {"name": self.method_name, **values}
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return all values by section and key."""

@@ -105,17 +105,45 @@ def batch_indices(
     draws: int,
     batch_size: int,
     stream: Stream = Stream.BATCH,
+    *,
+    by_pass: bool = False,
 ) -> Tensor:
     """Return which samples each client sees in a round, ``(K, draws, batch_size)``.
 
     A client passes through its ``size`` samples (stored from ``start`` on) in its own random order, a new one for each
-    pass: no sample repeats before all have been seen.
+    pass: no sample repeats before all have been seen. ``by_pass``: no minibatch is of two passes, so the last one of a
+    pass may be shorter (:func:`length_in_pass`); the rest of its row repeats a sample.
     """
+    if by_pass:
+        return _by_pass(seed, round_, clients, start, size, draws, batch_size, stream)
     position = torch.arange(draws * batch_size, device=start.device)
     position, start, size = position[None, :], start[:, None], size[:, None]
     seed = seed.unsqueeze(-1) if isinstance(seed, Tensor) else seed
     bits = key(seed, stream, round_, clients[:, None], position // size)
     return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
+
+
+def _by_pass(
+    seed: int | Tensor,
+    round_: int | Tensor,
+    clients: Tensor,
+    start: Tensor,
+    size: Tensor,
+    draws: int,
+    batch_size: int,
+    stream: Stream,
+) -> Tensor:
+    clients, start, size = clients[:, None, None], start[:, None, None], size[:, None, None]
+    step, sample = torch.arange(draws, device=size.device)[:, None], torch.arange(batch_size, device=size.device)
+    in_pass = (size + batch_size - 1) // batch_size
+    place = torch.minimum(step % in_pass * batch_size + sample, size - 1)
+    seed = seed[:, None, None] if isinstance(seed, Tensor) and seed.ndim else seed
+    return start + permute(place, size, key(seed, stream, round_, clients, step // in_pass))
+
+
+def length_in_pass(step: int, size: int, batch_size: int) -> int:
+    """Return the number of samples in a minibatch of a client with ``size`` samples that passes through them whole."""
+    return min(batch_size, size - step % math.ceil(size / batch_size) * batch_size)
 
 
 def held_out_sizes(size: Tensor, share: float) -> Tensor:
@@ -133,6 +161,7 @@ def own_indices(
     batch_size: int,
     share: float,
     validation: bool = False,
+    by_pass: bool = False,
 ) -> Tensor:
     """Return :func:`batch_indices` where a share of each client's samples is held out, or with ``validation`` of those.
 
@@ -141,11 +170,11 @@ def own_indices(
     held = held_out_sizes(size, share)
     kept, first = size - held, torch.zeros_like(size)
     if not share:
-        return batch_indices(seed, round_, clients, start, size, draws, batch_size)
+        return batch_indices(seed, round_, clients, start, size, draws, batch_size, by_pass=by_pass)
     if validation:
         place = batch_indices(seed, round_, clients, kept, held, draws, batch_size, Stream.VALIDATION)
     else:
-        place = batch_indices(seed, round_, clients, first, kept, draws, batch_size)
+        place = batch_indices(seed, round_, clients, first, kept, draws, batch_size, by_pass=by_pass)
     seed = seed[:, None, None] if isinstance(seed, Tensor) and seed.ndim else seed
     bits = key(seed, Stream.HOLD_OUT, clients[:, None, None])
     return start[:, None, None] + permute(place, size[:, None, None], bits)

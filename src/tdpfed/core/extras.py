@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, own_indices, permute
+from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, length_in_pass, own_indices, permute
 from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import Turn
 
@@ -24,10 +24,12 @@ def extras_of(
     batch_size: int,
     held_out: float,
     public: Batch | None,
+    passing: int | None = None,
 ) -> Extras:
     """Return the extras of the turn's clients, whose training samples are ``size`` ``(...)`` rows from ``start`` on.
 
-    ``expected`` minibatches are drawn together.
+    ``expected`` minibatches are drawn together. ``passing``: the number of samples through which each of the clients
+    passes in whole passes.
     """
     clients = turn.clients.reshape(-1)
     start, size = start.reshape(-1), size.reshape(-1)
@@ -42,9 +44,10 @@ def extras_of(
     def own(validation: bool) -> Callable[[int], Tensor]:
         return by_step(
             lambda draws: own_indices(
-                turn.seed, turn.round, clients, start, size, draws, batch_size, held_out, validation
+                turn.seed, turn.round, clients, start, size, draws, batch_size, held_out, validation,
+                by_pass=passing is not None and not validation,
             )
-        )
+        )  # fmt: skip
 
     def common(sample: Batch) -> Callable[[int], Tensor]:
         first, count = torch.zeros_like(start), torch.full_like(size, len(sample[1]))
@@ -52,12 +55,17 @@ def extras_of(
             lambda draws: batch_indices(turn.seed, turn.round, clients, first, count, draws, batch_size, Stream.PUBLIC)
         )
 
-    rows, numbers = own(validation=False), start.reshape(*turn.clients.shape, 1)
+    drawn, numbers = own(validation=False), start.reshape(*turn.clients.shape, 1)
+
+    def positions(t: int) -> Tensor:
+        count = batch_size if passing is None else length_in_pass(t, passing, batch_size)
+        return drawn(t)[..., :count] - numbers
+
     return Extras(
         validation=_batches(data, own(validation=True)) if held_out else None,
         held_out=held_out_sizes(size, held_out).reshape(turn.clients.shape) if held_out else None,
         public=None if public is None else _batches(public, common(public)),
-        positions=lambda t: rows(t) - numbers,
+        positions=positions,
     )
 
 

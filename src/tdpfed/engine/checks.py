@@ -14,7 +14,8 @@ from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.precision import Precision
 from tdpfed.engine.ranks import ALONE, Ranks
-from tdpfed.engine.runners import FINITE, RunnerName, Updates
+from tdpfed.engine.runners import RunnerName
+from tdpfed.engine.updates import FINITE, Updates
 from tdpfed.errors import TDPFedError, raise_all, unknown, wrong
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule

@@ -16,7 +16,7 @@ from tdpfed.core.local import Factors, LocalWork, Near
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import Runner
-from tdpfed.errors import TDPFedError
+from tdpfed.errors import TDPFedError, wrong
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ def defined_for(algorithm: Algorithm) -> Enveloped:
     """Return the algorithm if the analysis applies to it; otherwise raise an error."""
     if not algorithm.has_envelope:
         raise TDPFedError(f"diagnostics: the convergence quantities are not defined for {algorithm.name!r}")
+    if algorithm.epochs is not None:
+        raise wrong("algorithm.epochs", algorithm.epochs, "left out with diagnostics: clients must take equal steps")
     return cast(Enveloped, algorithm)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import MIN_CLIENTS, Updates, as_state
+from tdpfed.engine.runners import MIN_CLIENTS, as_state
 from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.updates import Updates
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.cuda_graphs import Graphed
 
@@ -40,6 +41,7 @@ class Ensemble:
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
         if (
             runner.kind != "batched"
+            or runner.algorithm.epochs is not None  # clients of one size are computed together, not of one round
             or not self._one_objective
             or not MIN_CLIENTS <= clients <= (runner.chunk or runner.fitting)
             or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # one run fills all threads

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tdpfed.core.state import State
-from tdpfed.engine.runners import Updates
+from tdpfed.engine.updates import Updates
 from tdpfed.errors import RankError, TDPFedError
 
 

@@ -13,8 +13,8 @@ from tdpfed.core.state import State
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.ranks import Ranks
-from tdpfed.engine.runners import Updates
 from tdpfed.engine.store import Store
+from tdpfed.engine.updates import Updates
 from tdpfed.server.records import Ledger, Record
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.draws import own_indices
+from tdpfed.core.draws import held_out_sizes, length_in_pass, own_indices
 from tdpfed.core.extras import extras_of
 from tdpfed.core.local import NO_EXTRAS, Batch, Extras, LocalWork
 from tdpfed.core.objective import Objective
@@ -27,11 +27,11 @@ from tdpfed.core.threads import ONE_THREAD_PARAMETERS
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
+from tdpfed.engine.updates import Updates, joined, with_finiteness
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.fast.local import FastLocal
 from tdpfed.fast.threads import QUIET_PARAMETERS, Groups
-from tdpfed.wire.codecs import finite
 
 RunnerName = Literal["batched", "loop"]
 
@@ -44,20 +44,8 @@ VECTORS_PER_CLIENT = 16
 SAMPLES_DRAWN_TOGETHER = 1 << 22
 """Up to this many samples a CPU draws a whole round's at once: chunks that draw their own wait for each other."""
 
-FINITE = "finite"
-"""The metric, added to the algorithm's own, that says whether all results of a client are finite."""
-
 MIN_CLIENTS = 3
 """Fewer clients than this use other kernels, whose last bits differ: smaller chunks are padded with copies."""
-
-
-@dataclass(frozen=True)
-class Updates:
-    """The results of a round's clients: new private state, uploads and metrics, each with a leading client axis."""
-
-    private: State
-    upload: State
-    metrics: State
 
 
 @dataclass(frozen=True)
@@ -73,6 +61,7 @@ class Runner:
     precision: Precision = "float32"
     public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
     optimizer: Optimizer = USUAL
+    passing: int | None = None  # the samples through which each client passes whole, if all have as many
 
     @property
     def held_out(self) -> float:
@@ -86,15 +75,62 @@ class Runner:
         """
         count = len(turn.clients)
         with arithmetic(self.precision):
+            if self.algorithm.epochs is not None:
+                return self._run_by_size(server, private, turn, participants or count)
             if self.kind == "loop":
-                return _joined([self._run_one(server, private, turn, row) for row in range(count)])
-            on_cpu = turn.clients.device.type == "cpu"
-            draw_once = count * self.algorithm.draws * self.algorithm.batch_size <= SAMPLES_DRAWN_TOGETHER
-            index = self._drawn(turn) if on_cpu and draw_once else None
-            tasks = [partial(self._run_chunk, server, private, turn, rows, index) for rows in self._chunks(count)]
-            if not on_cpu:
-                return _joined([task() for task in tasks])
-            return _joined(self.groups.compute(tasks, *self.lanes(participants or count)))
+                return joined([self._run_one(server, private, turn, row) for row in range(count)])
+            return joined(self._compute(self._tasks(server, private, turn), participants or count))
+
+    def _tasks(self, server: State, private: State, turn: Turn) -> list[Callable[[], Updates]]:
+        """Return the work of the turn's clients, chunk by chunk."""
+        count, on_cpu = len(turn.clients), turn.clients.device.type == "cpu"
+        draw_once = count * self.algorithm.draws * self.algorithm.batch_size <= SAMPLES_DRAWN_TOGETHER
+        index = self._drawn(turn) if on_cpu and draw_once else None
+        return [partial(self._run_chunk, server, private, turn, rows, index) for rows in self._chunks(count)]
+
+    def _compute(self, tasks: list[Callable[[], Updates]], participants: int) -> list[Updates]:
+        if self.federation.device.type != "cpu":
+            return [task() for task in tasks]
+        return self.groups.compute(tasks, *self.lanes(participants))
+
+    def _run_by_size(self, server: State, private: State, turn: Turn, participants: int) -> Updates:
+        """Run clients that pass through all their samples: those with equally many together, as they take equal steps.
+
+        So every computation has clients of one size, and no method needs to know about the others.
+        """
+        sizes = self._sizes[turn.clients.cpu()]
+        tasks: list[Callable[[], Updates]] = []
+        groups = [
+            (size, (sizes == size).nonzero().flatten().to(turn.clients.device)) for size in sizes.unique().tolist()
+        ]
+        for size, rows in groups:
+            runner, group, kept = self.of_size(size), replace(turn, clients=turn.clients[rows]), rows_of(private, rows)
+            if self.kind == "loop":
+                tasks += [partial(runner._run_one, server, kept, group, row) for row in range(len(rows))]
+            else:
+                tasks += runner._tasks(server, kept, group)
+        done = [task() for task in tasks] if self.kind == "loop" else self._compute(tasks, participants)
+        found, back = joined(done), torch.cat([rows for _, rows in groups]).argsort()
+        return found if len(groups) == 1 else Updates(*(rows_of(part, back) for part in found.parts))
+
+    def of_size(self, size: int) -> "Runner":
+        """Return the runner of clients that pass through so many training samples."""
+        if size not in self._by_size:
+            alike = bool((self._sizes == size).all())  # otherwise a recording for each size would fill a GPU's memory
+            made = replace(self, algorithm=self.algorithm.of_size(size), passing=size, graphs=self.graphs and alike)
+            vars(made).update(gradient=self.gradient, used=self.used, groups=self.groups, fitting=self.fitting)
+            self._by_size[size] = made
+        return self._by_size[size]
+
+    @cached_property
+    def _by_size(self) -> dict[int, "Runner"]:
+        return {}
+
+    @cached_property
+    def _sizes(self) -> Tensor:
+        """The number of samples that each client trains on, ``(K,)``: without those held out."""
+        size = self.federation.train_size.cpu()
+        return size - held_out_sizes(size, self.held_out)
 
     def spread(self, count: int, task: Callable[[slice], None], participants: int | None = None) -> None:
         """Call a task with slices that cover ``count`` clients; on a CPU in parallel, chunked as in :meth:`run`."""
@@ -116,8 +152,11 @@ class Runner:
         def batch(step: int) -> Batch:
             self.groups.check()
             here, targets = (by_step, labels) if step < expected else beyond_expected(step)
-            x = augmented(_rows(data.x, here[step]), data.augment, turn.seed, turn.round, clients, step)
-            return x, targets[step]
+            index, y = here[step], targets[step]
+            if self.passing is not None:
+                length = length_in_pass(step, self.passing, self.algorithm.batch_size)
+                index, y = index[..., :length], y.narrow(index.ndim - 1, 0, length)
+            return augmented(_rows(data.x, index), data.augment, turn.seed, turn.round, clients, step), y
 
         @cache
         def drawn_again(draws: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +173,7 @@ class Runner:
         data, algorithm, clients = self.federation, self.algorithm, turn.clients
         return extras_of(
             turn, (data.x, data.y), data.train_start[clients], data.train_size[clients], expected=algorithm.draws,
-            batch_size=algorithm.batch_size, held_out=self.held_out, public=self.public,
+            batch_size=algorithm.batch_size, held_out=self.held_out, public=self.public, passing=self.passing,
         )  # fmt: skip
 
     def _drawn(self, turn: Turn, draws: int | None = None) -> Tensor:
@@ -142,7 +181,8 @@ class Runner:
         data, clients = self.federation, turn.clients.reshape(-1)
         draws, size = self.algorithm.draws if draws is None else draws, self.algorithm.batch_size
         start, held = data.train_start[clients], data.train_size[clients]
-        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, self.held_out)
+        by_pass = self.passing is not None
+        index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, self.held_out, by_pass=by_pass)
         return index.reshape(*turn.clients.shape, draws, size)
 
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
@@ -252,41 +292,11 @@ class Runner:
         return max(MIN_CLIENTS, bytes_ // per_client)
 
 
-def with_finiteness(private: State, upload: State, metrics: State) -> tuple[State, State, State]:
-    """Return the clients' results, with a metric that says whether all of them are finite."""
-    values = (*metrics.values(), *private.values(), *upload.values())
-    distinct = {id(value): value for value in values}.values()  # a tensor may be both kept and sent
-    clients = metrics["loss"].shape
-    seen = torch.stack([finite(value.reshape(*clients, -1)) for value in distinct]).all(0)
-    return private, upload, {**metrics, FINITE: seen}
-
-
 def _rows(values: Tensor, index: Tensor) -> Tensor:
     """Return ``values[index]``; on a CPU by ``index_select``, which takes half the time."""
     if values.device.type != "cpu":
         return values[index]
     return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
-
-
-def _joined(parts: list[Updates]) -> Updates:
-    if len(parts) == 1:
-        return parts[0]
-
-    known: dict[tuple[int, ...], Tensor] = {}  # a tensor that is both kept and sent is joined once
-
-    def join(parts: list[State]) -> State:
-        joined = {}
-        for name in parts[0]:
-            pieces = [part[name] for part in parts]
-            same = tuple(map(id, pieces))
-            joined[name] = known[same] = known[same] if same in known else torch.cat(pieces)
-        return joined
-
-    return Updates(
-        join([updates.private for updates in parts]),
-        join([updates.upload for updates in parts]),
-        join([updates.metrics for updates in parts]),
-    )
 
 
 def as_state(turn: Turn) -> State:

@@ -24,8 +24,9 @@ from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.public import public_sample, sample_bytes
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.recorder import Recorder
-from tdpfed.engine.runners import Runner, RunnerName, Updates
+from tdpfed.engine.runners import Runner, RunnerName
 from tdpfed.engine.store import Place, Store
+from tdpfed.engine.updates import Updates
 from tdpfed.engine.uplink import Down, Uplink
 from tdpfed.errors import TDPFedError
 from tdpfed.server.gate import check_gauge

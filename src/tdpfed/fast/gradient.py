@@ -16,7 +16,7 @@ from tdpfed.core.local import Batch, Near, inside
 from tdpfed.core.objective import Objective
 from tdpfed.fast.optim import after_gradient, aligned_copy, aligned_empty, is_aligned
 from tdpfed.fast.recorded_function import RecordedFunction
-from tdpfed.fast.recorded_gradient import Replayed
+from tdpfed.fast.recorded_gradient import Mover, Replayed
 
 
 class RecordedGradient:
@@ -80,7 +80,7 @@ class RecordedGradient:
     ) -> tuple[Tensor, Tensor]:
         """Take steps ``theta + lr lam (anchor - theta) - lr (g + correction)``, each on its own minibatch.
 
-        All minibatches have the same shape. With ``only``, parameters outside of these ranges are frozen. Return the
+        With ``only``, parameters outside of these ranges are frozen. Return the
         parameters and the loss before the last step. On a CPU no gradient is written to memory.
         """
         pull = optim.within_float32(lr * lam)
@@ -100,17 +100,24 @@ class RecordedGradient:
         def minibatches(t: int) -> list[Batch]:
             return list(zip(*batches(t), strict=True)) if alone else [batches(t)]
 
-        now = minibatches(steps[0])
-        movers = [
-            gradient.mover(row, *batch, near, pull, lr) for row, batch, near in zip(rows, now, anchors, strict=True)
-        ]
-        for t in steps[1:]:
-            for mover, batch in zip(movers, now, strict=True):
+        def movers(now: list[Batch]) -> list[Mover]:
+            kinds = zip(rows, now, anchors, strict=True)
+            return [gradient.mover(row, *batch, near, pull, lr) for row, batch, near in kinds]
+
+        now, by_length = minibatches(steps[0]), dict[int, list[Mover]]()
+        for t in (*steps[1:], None):
+            length = now[0][1].shape[0 if alone else 1]  # the last minibatch of a pass may be shorter
+            if length not in by_length:
+                by_length[length] = movers(now)
+            pairs = zip(by_length[length], now, strict=True)
+            if t is None:
+                losses = [mover.move_and_report(*batch) for mover, batch in pairs]
+                break
+            for mover, batch in pairs:
                 mover.move(*batch)
             if shift is not None:
                 own.sub_(shift)
             now = minibatches(t)
-        losses = [mover.move_and_report(*batch) for mover, batch in zip(movers, now, strict=True)]
         if shift is not None:
             own.sub_(shift)
         return own, torch.stack(losses) if alone else losses[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 import tdpfed
 from tdpfed.algorithms.base import CHOICE, Algorithm
 from tdpfed.config import Config
-from tdpfed.core.draws import held_out_sizes, own_indices
+from tdpfed.core.draws import held_out_sizes, length_in_pass, own_indices
 from tdpfed.core.extras import extras_of
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
@@ -175,7 +175,7 @@ class Node:
             copy = self._copy(dense, changes, before) if side.downlink.changes else {}
             message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
             local = self._local(turn)
-            own, upload, metrics = algorithm.checked_update(message, before.own, local)
+            own, upload, metrics = self._algorithm.checked_update(message, before.own, local)
             after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
             if reports and side.channel.changes:
                 after, parts = self._sent(after, upload, message)
@@ -256,24 +256,34 @@ class Node:
 
     def _local(self, turn: Turn) -> PlainLocal:
         """Return the local work of a turn: the same draws as in simulation, from this node's own samples."""
-        data, algorithm, objective = self.data, self.side.algorithm, self.side.objective
+        data, objective, algorithm = self.data, self.side.objective, self._algorithm
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
         held_out, length, draws = self._held_out(size), algorithm.batch_size, algorithm.draws
+        passing = None if self.side.algorithm.epochs is None else int(size - held_out_sizes(size, held_out))
 
         @cache
         def drawn(draws: int) -> Tensor:
             clients = turn.clients[None]
-            return own_indices(turn.seed, turn.round, clients, first, size, draws, length, held_out)[0]
+            by_pass = passing is not None
+            return own_indices(turn.seed, turn.round, clients, first, size, draws, length, held_out, by_pass=by_pass)[0]
 
         def batch(step: int) -> Batch:
             index = drawn(draws * (step // draws + 1))[step]
+            index = index if passing is None else index[: length_in_pass(step, passing, length)]
             return data.x[index], data.y[index]
 
         extras = extras_of(
-            turn, (data.x, data.y), first, size, expected=draws, batch_size=length, held_out=held_out, public=None
-        )
+            turn, (data.x, data.y), first, size, expected=draws, batch_size=length, held_out=held_out, public=None,
+            passing=passing,
+        )  # fmt: skip
         product, scores = objective.hessian_product, objective.per_sample
         return PlainLocal(turn, algorithm.tau, batch, objective.gradient, extras, product, self.side.optimizer, scores)
+
+    @cached_property
+    def _algorithm(self) -> Algorithm:
+        """The method for this node's number of training samples."""
+        size = torch.tensor(len(self.data.x))
+        return self.side.algorithm.of_size(int(size - held_out_sizes(size, self._held_out(size))))
 
     def _held_out(self, size: Tensor) -> float:
         """Return the share of this node's training samples that is held out, which must leave some to train on."""
