@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     )
     from tdpfed.core.layout import Layout
     from tdpfed.core.recipe import Optimizer
-    from tdpfed.cp.layers import densify, tensorize
     from tdpfed.cp.plan import FactorPlan
+    from tdpfed.cp.tensorize import densify, tensorize
     from tdpfed.data import Federation, make_federation
     from tdpfed.engine.result import Result, simulate
     from tdpfed.errors import TDPFedError
@@ -98,7 +98,7 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
         "tdpfed.wire": ("Wire",),
         "tdpfed.engine.result": ("Result", "simulate"),
         "tdpfed.errors": ("TDPFedError",),
-        "tdpfed.cp.layers": ("densify", "tensorize"),
+        "tdpfed.cp.tensorize": ("densify", "tensorize"),
         "tdpfed.cp.plan": ("FactorPlan",),
     }
     _MODULES = (

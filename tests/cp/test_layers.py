@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from layer_cases import convolutions, dense_twin, gradients_agree, randn, relative, small_net, train
 from tdpfed.core.layout import Layout
-from tdpfed.cp.layers import CPConv1d, CPConv2d, CPConv3d, CPLinear, densify, tensorize
+from tdpfed.cp.layers import CPConv1d, CPConv2d, CPConv3d, CPLinear
 from tdpfed.cp.plan import FactorPlan
+from tdpfed.cp.tensorize import densify, tensorize
 from tdpfed.errors import TDPFedError
 from tdpfed.models import build
 
 CONVS = {1: CPConv1d, 2: CPConv2d, 3: CPConv3d}
-DENSE_CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 @pytest.fixture(autouse=True)
@@ -30,89 +31,35 @@ def _same_draws_every_time() -> None:
     torch.manual_seed(0)
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def relative(x: Tensor, expected: Tensor) -> float:
-    assert x.shape == expected.shape
-    x, expected = x.detach(), expected.detach()
-    return float((x - expected).norm() / expected.norm().clamp_min(1e-20))
-
-
-@st.composite
-def convolutions(draw: st.DrawFn) -> tuple[int, dict[str, Any], list[int]]:
-    """Number of axes, arguments and an input shape; every combination that nn.ConvNd accepts."""
-    axes = draw(st.integers(1, 3))
-
-    def per_axis(least: int, most: int) -> int | tuple[int, ...]:
-        one = st.integers(least, most)
-        return draw(one | st.tuples(*[one] * axes))
-
-    groups = draw(st.sampled_from([1, 1, 1, 2]))
-    padding: Any = draw(st.sampled_from(["ints", "ints", "same", "valid"]))
-    padding = per_axis(0, 2) if padding == "ints" else padding
-    arguments = {
-        "in_channels": groups * draw(st.integers(1, 3)),
-        "out_channels": groups * draw(st.integers(1, 3)),
-        "kernel_size": per_axis(1, 3),
-        "rank": draw(st.integers(1, 4)),
-        "stride": 1 if padding == "same" else per_axis(1, 3),
-        "padding": padding,
-        "dilation": per_axis(1, 2),
-        "groups": groups,
-        "bias": draw(st.booleans()),
-        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"])),
-    }
-    batch = draw(st.sampled_from([[], [1], [3]]))
-    return axes, arguments, [*batch, int(arguments["in_channels"]), *draw(st.tuples(*[st.integers(5, 7)] * axes))]
-
-
-def make_conv(axes: int, arguments: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
-    """A tensorized convolution, and an independent dense one with the composed weight."""
+def make(axes: int, arguments: dict[str, Any], dtype: torch.dtype) -> tuple[Any, nn.Module]:
+    """A tensorized convolution, and PyTorch's own with the weight that an einsum composes."""
     torch.manual_seed(0)
     layer = CONVS[axes](**arguments, dtype=dtype)
-    dense = DENSE_CONVS[axes](**{key: value for key, value in arguments.items() if key != "rank"}, dtype=dtype)
     modes = "abcde"[: axes + 2]
     weight = torch.einsum(",".join(f"{m}z" for m in modes) + "->" + modes, *layer.factors)
-    dense.weight.data = weight.detach()
-    if layer.bias is not None:
-        assert dense.bias is not None
-        dense.bias.data = layer.bias.detach().clone()
-    return layer, dense
+    return layer, dense_twin(layer, arguments, weight)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @settings(max_examples=120)
 @given(convolutions())
 def test_convolution_in_factor_space_equals_the_composed_layer(case: tuple[int, dict[str, Any], list[int]]) -> None:
     axes, arguments, shape = case
-    layer, dense = make_conv(axes, arguments, torch.float32)
+    layer, dense = make(axes, arguments, torch.float32)
     x = randn(*shape)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using padding='same' with even kernel lengths")
-        assert relative(layer(x), dense(x)) < 1e-5
-        assert relative(densify(layer)(x), dense(x)) < 1e-5
+    assert relative(layer(x), dense(x)) < 1e-5
+    assert relative(densify(layer)(x), dense(x)) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @settings(max_examples=60)
 @given(convolutions())
 def test_gradients_in_factor_space_equal_those_through_composition(
     case: tuple[int, dict[str, Any], list[int]],
 ) -> None:
     axes, arguments, shape = case
-    layer, _ = make_conv(axes, arguments, torch.float64)
-    dense = densify(layer)
-    x = randn(*shape, dtype=torch.float64).requires_grad_()
-    parameters = dict(layer.named_parameters())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using padding='same' with even kernel lengths")
-        y = layer(x)
-        weights = {"weight": layer.weight, "bias": layer.bias} if arguments["bias"] else {"weight": layer.weight}
-        twin = torch.func.functional_call(dense, weights, (x,))
-    target = randn(*y.shape, seed=1, dtype=torch.float64)
-    grads = torch.autograd.grad((y * target).sum(), [x, *parameters.values()])
-    twins = torch.autograd.grad((twin * target).sum(), [x, *parameters.values()])
-    assert all(relative(a, b) < 1e-10 or b.norm() < 1e-12 for a, b in zip(grads, twins, strict=True))
+    layer, dense = make(axes, arguments, torch.float64)
+    assert gradients_agree(layer, dense, randn(*shape, dtype=torch.float64).requires_grad_())
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.booleans(), st.sampled_from([[], [3], [2, 4]]))
@@ -173,21 +120,6 @@ def test_layers_refuse_ranks_below_one(rank: int) -> None:
     for make in (lambda: CPLinear(3, 4, rank), lambda: CPConv2d(3, 4, 3, rank)):
         with pytest.raises(TDPFedError, match=f"rank: {rank} given, .* at least 1"):
             make()
-
-
-def small_net() -> Any:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 10, 3, stride=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(90, 20), nn.Tanh(), nn.Linear(20, 4),
-    )  # fmt: skip
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor, steps: int = 15) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 def test_tensorize_at_full_rank_keeps_a_trained_networks_outputs() -> None:
@@ -282,8 +214,6 @@ def test_include_exclude_and_ranks_reach_the_layers() -> None:
         tensorize(model, include=["conv*"])
     with pytest.raises(TDPFedError, match="compression: 0 given"):
         tensorize(model, 0)
-    with pytest.raises(TDPFedError, match="BatchNorm2d"):
-        tensorize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
 
 
 def test_state_dicts_travel_into_an_unfitted_twin() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tdpfed import cp
 from tdpfed.core.layout import Layout
-from tdpfed.cp.layers import tensorize
 from tdpfed.cp.plan import FactorPlan, factor_name, rank_for
+from tdpfed.cp.tensorize import tensorize
 from tdpfed.errors import TDPFedError
 from tdpfed.models import build
 

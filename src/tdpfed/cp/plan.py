@@ -60,9 +60,7 @@ class FactorPlan:
         used unchanged. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
         """
         layout = Layout.of(source)
-        include, exclude = ((given,) if isinstance(given, str) else given for given in (include, exclude))
-        if not (math.isfinite(compression) and compression > 0):
-            raise TDPFedError(f"compression: {compression} given, must be a finite rate above 0")
+        included = selected(layout, compression, include, exclude)
         explicit: dict[str, int] = {}
         for pattern, rank in (ranks or {}).items():
             cp.check_rank(rank, f"rank of {pattern!r}")
@@ -77,8 +75,6 @@ class FactorPlan:
                         f"ranks: {pattern!r} matches {name!r}, which has fewer than two dimensions and stays dense"
                     )
                 explicit[name] = rank
-        included = set(layout.matching(include, "include"))
-        included -= set(layout.matching(exclude, "exclude"))
 
         def rank_of(name: str, shape: tuple[int, ...]) -> int | None:
             if name in explicit:
@@ -167,6 +163,15 @@ class FactorPlan:
         tensors = iter(self.factors.split(a))
         counts = [1 if rank is None else len(shape) for _, shape, rank in self._parameters]
         return [([next(tensors) for _ in range(count)], rank) for count, rank in zip(counts, self.ranks, strict=True)]
+
+
+def selected(
+    layout: Layout, compression: float, include: str | Sequence[str], exclude: str | Sequence[str]
+) -> set[str]:
+    """Return the names that match ``include`` and not ``exclude``, after checking the compression rate."""
+    if not (math.isfinite(compression) and compression > 0):
+        raise TDPFedError(f"compression: {compression} given, must be a finite rate above 0")
+    return set(layout.matching(include, "include")) - set(layout.matching(exclude, "exclude"))
 
 
 def rank_for(shape: Sequence[int], compression: float) -> int:
