@@ -58,14 +58,12 @@ def decompose_blocks(
 
 
 def ranks_for(shape: Sequence[int], compression: float, blocks: int = 1) -> tuple[int, ...]:
-    """Return the largest ranks in proportion to ``shape`` whose values are at most ``prod(shape) / compression``.
-
-    The ranks of the smallest fit are 1 in every dimension, even if this is more than was asked for.
-    """
+    """Return the largest ranks ``min(r, I_n)`` whose values are at most ``prod(shape) / compression``, at least 1."""
     budget = math.prod(shape) / compression
+    most = max(1, *(min(size, math.prod(shape) // size) for size in shape))  # a larger rank would not be used
     best = (1,) * len(shape)
-    for share in sorted({rank / size for size in shape for rank in range(1, size + 1)}):
-        ranks = tuple(max(1, math.floor(share * size + 1e-9)) for size in shape)
+    for rank in range(1, most + 1):
+        ranks = tuple(min(rank, size) for size in shape)
         if values(shape, ranks, blocks) > budget:
             break
         best = ranks
