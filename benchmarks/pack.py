@@ -4,8 +4,9 @@
 folders. ``python benchmarks/pack.py unpack FILE DIR`` restores them in DIR, so that ``tdpfed report DIR`` reads them.
 
 A packed file is gzip-compressed JSON Lines, one run per line in the order of their names: ``name`` of the run folder,
-``config`` (the text of ``config.toml``), ``records`` (``metrics.jsonl``), ``refusals`` if there were any, and
-``summary``, which is null for a run that was stopped. The same runs always give the same bytes.
+``config`` (the text of ``config.toml``), ``federation`` (that of ``federation.json``, which runs of older versions lack),
+``records`` (``metrics.jsonl``), ``refusals`` if there were any, and ``summary``, which is null for a run that was
+stopped. The same runs always give the same bytes.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tdpfed.runs.folder import CONFIG, METRICS, REFUSALS, SUMMARY
+from tdpfed.runs.folder import CONFIG, FEDERATION, METRICS, REFUSALS, SUMMARY
 
 PACKED = "runs.jsonl.gz"
 CHECKPOINTS = "checkpoints"
@@ -46,11 +47,13 @@ def find(folder: Path) -> list[Path]:
 
 def from_folder(path: Path, drop_checkpoints: bool = False) -> PackedRun:
     """Return one run folder as a packed run; a file that would be lost is an error."""
-    known = {CONFIG, METRICS, REFUSALS, SUMMARY} | ({CHECKPOINTS} if drop_checkpoints else set())
+    known = {CONFIG, FEDERATION, METRICS, REFUSALS, SUMMARY} | ({CHECKPOINTS} if drop_checkpoints else set())
     for entry in path.iterdir():
         if entry.name not in known:
             raise SystemExit(f"{entry}: would be lost; remove it first, or give --drop-checkpoints for checkpoints")
     run: PackedRun = {"name": path.name, "config": (path / CONFIG).read_text(encoding="utf-8")}
+    if (path / FEDERATION).exists():
+        run["federation"] = (path / FEDERATION).read_text(encoding="utf-8")
     run["records"] = _lines(path / METRICS)
     if (path / REFUSALS).exists():
         run["refusals"] = _lines(path / REFUSALS)
@@ -62,7 +65,9 @@ def from_folder(path: Path, drop_checkpoints: bool = False) -> PackedRun:
 def to_folder(run: PackedRun, path: Path) -> None:
     """Restore one run folder."""
     path.mkdir(parents=True)
-    (path / CONFIG).write_text(run["config"], encoding="utf-8")
+    for name, text in ((CONFIG, run["config"]), (FEDERATION, run.get("federation"))):
+        if text is not None:
+            (path / name).write_text(text, encoding="utf-8")
     for name, records in ((METRICS, run["records"]), (REFUSALS, run.get("refusals"))):
         if records is not None:
             text = "".join(json.dumps(record) + "\n" for record in records)

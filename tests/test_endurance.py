@@ -107,7 +107,8 @@ def expected_in(folder: Path, rounds: int) -> list[str]:
     for path in manifests:
         body = json.loads(path.read_text())
         named |= {file["name"] for file in (body["server"], *body["private"])}
-    return sorted(["config.toml", "metrics.jsonl", "summary.json", *(f"checkpoints/{name}" for name in named)])
+    own = ("config.toml", "federation.json", "metrics.jsonl", "summary.json")
+    return sorted([*own, *(f"checkpoints/{name}" for name in named)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

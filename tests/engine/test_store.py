@@ -264,5 +264,5 @@ def test_a_run_in_a_file_is_resumed_and_leaves_none(tmp_path: Path) -> None:
     one, other = (Session.resume(tmp_path / place, None).simulation for place in ("ram", "mmap"))
     assert small.equal(one, other)
     assert {path.name for path in (tmp_path / "mmap").iterdir()} == {
-        "config.toml", "metrics.jsonl", "summary.json", "checkpoints"
+        "config.toml", "federation.json", "metrics.jsonl", "summary.json", "checkpoints"
     }  # fmt: skip

@@ -113,7 +113,7 @@ def test_tensorboard_has_what_the_run_has(tmp_path: Path) -> None:
 def test_without_loggers_nothing_is_written(tmp_path: Path) -> None:
     run(tmp_path, config())
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoints", "config.toml", "metrics.jsonl", "summary.json",
+        "checkpoints", "config.toml", "federation.json", "metrics.jsonl", "summary.json",
     ]  # fmt: skip
 
 
