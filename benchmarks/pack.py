@@ -4,9 +4,9 @@
 folders. ``python benchmarks/pack.py unpack FILE DIR`` restores them in DIR, so that ``tdpfed report DIR`` reads them.
 
 A packed file is gzip-compressed JSON Lines, one run per line in the order of their names: ``name`` of the run folder,
-``config`` (the text of ``config.toml``), ``federation`` (that of ``federation.json``, which runs of older versions lack),
-``records`` (``metrics.jsonl``), ``refusals`` if there were any, and ``summary``, which is null for a run that was
-stopped. The same runs always give the same bytes.
+``config`` (the text of ``config.toml``), ``federation`` (that of ``federation.json``, which runs of older versions do
+not have), ``records`` (``metrics.jsonl``), ``refusals`` if there were any, and ``summary``, null for a run that
+was stopped. The same runs always give the same bytes.
 """
 
 import argparse

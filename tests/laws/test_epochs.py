@@ -163,8 +163,8 @@ def test_samples_that_are_held_out_are_not_passed_through() -> None:
 
 def config(*overrides: str) -> Any:
     quick = [
-        "run.rounds=4", "checkpoint.every=2", "data.clients=30", "data.partition=iid", "data.size_skew=1", "data.max_samples=100",
-        "model.name=logistic", "algorithm.name=fedavg", "algorithm.epochs=1.5",
+        "run.rounds=4", "checkpoint.every=2", "data.clients=30", "data.partition=iid", "data.size_skew=1",
+        "data.max_samples=100", "model.name=logistic", "algorithm.name=fedavg", "algorithm.epochs=1.5",
     ]  # fmt: skip
     return load_config("digits", [*quick, *overrides])
 
