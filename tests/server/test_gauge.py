@@ -22,6 +22,7 @@ from tdpfed.server.gauge import (
     least_norm,
     moved_reference,
     reference_norms,
+    with_median_norms,
     within_gauge,
 )
 from tdpfed.server.robust import Rule, trimmed_mean, weighted_mean
@@ -167,3 +168,27 @@ def test_in_a_run_only_hostile_uploads_are_refused_and_the_model_keeps_its_size(
     assert attacked.ledger.rejected == 24 or attack.kind == "shrink"
     ratio = attacked.server["factors"].norm() / free.server["factors"].norm()
     assert 0.7 < float(ratio) < 1.25
+
+
+@given(seed=SEEDS, share=st.floats(0, 1))
+def test_median_norms_are_those_of_honest_clients_and_the_direction_is_that_of_the_rule(
+    seed: int, share: float
+) -> None:
+    honest = broadcast() + 0.1 * drawn(seed, 8, 19)
+    uploads, weights = torch.cat([honest, (share * broadcast()).expand(2, -1)]), torch.ones(10).double()
+    plain, kept = (rule(uploads, weights) for rule in (trimmed_mean(0.2), with_median_norms(trimmed_mean(0.2), LAYOUT)))
+    for before, after, rows in zip(*(LAYOUT.split(x) for x in (plain, kept, honest)), strict=True):
+        if before.ndim == 1:
+            assert torch.equal(before, after)
+            continue
+        norms = rows.flatten(1).norm(dim=1)
+        assert float(norms.min()) - 1e-9 <= float(after.norm()) <= float(norms.max()) + 1e-9
+        torch.testing.assert_close(after / after.norm(), before / before.norm())
+
+
+def test_factors_that_agree_are_the_average_also_with_median_norms() -> None:
+    same = broadcast().expand(5, -1)
+    torch.testing.assert_close(
+        with_median_norms(weighted_mean, LAYOUT)(same, torch.ones(5).double()), broadcast(), rtol=1e-12, atol=0
+    )
+    assert not bool(with_median_norms(weighted_mean, LAYOUT)(0 * same, torch.ones(5).double()).any())

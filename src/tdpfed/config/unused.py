@@ -82,10 +82,13 @@ def _without_uploads(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _without_factors(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Yield the gauge check for a method that sends no factors, whose uploads have no gauge."""
-    if config.robust.gauge is not None and algorithm.plan is None:
-        why = f"{algorithm.name!r} sends no CP factors"
-        yield f"robust.gauge: {config.robust.gauge!r} given, which has no effect: {why}"
+    """Yield settings of CP factors for a method that sends none, whose uploads have no gauge."""
+    for key, value, usual in (
+        ("robust.gauge", config.robust.gauge, None),
+        ("robust.norms", config.robust.norms, "mean"),
+    ):
+        if algorithm.plan is None and value != usual:
+            yield f"{key}: {value!r} given, which has no effect with {algorithm.name!r}: it sends no CP factors"
 
 
 def _compression_missed(algorithm: Algorithm) -> Iterator[str]:

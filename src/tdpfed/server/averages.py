@@ -14,7 +14,9 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.state import State, Turn
+from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.server.gauge import with_median_norms
 from tdpfed.server.privacy import Privacy, private_average
 from tdpfed.server.robust import Rule, VectorAverage, average_for
 
@@ -106,9 +108,21 @@ class HiddenUploads(Mapping[str, Tensor]):
         raise TDPFedError("uploads: counted, must not be: with privacy a method may only use averages")
 
 
-def robust_averages(uploads: State, weights: Tensor, center: State, rule: Rule) -> Averages:
-    """Return averages by a robust rule; ``center`` is, by entry, the contribution of a client that changed nothing."""
-    return Averages(uploads, weights, lambda entry: average_for(rule, center[entry]))
+def robust_averages(
+    uploads: State, weights: Tensor, center: State, rule: Rule, plan: FactorPlan | None = None
+) -> Averages:
+    """Return averages by a robust rule; ``center`` is, by entry, the contribution of a client that changed nothing.
+
+    ``plan`` is that of the entry ``factors``, if the method sends CP factors.
+    """
+
+    def average(entry: str) -> VectorAverage:
+        inner = average_for(rule, center[entry])
+        if rule.norms == "mean" or plan is None or entry != "factors" or center[entry].numel() != plan.factors.size:
+            return inner  # also where composed tensors are averaged, which have no gauge
+        return with_median_norms(inner, plan.factors)
+
+    return Averages(uploads, weights, average)
 
 
 def private_averages(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import GATE, State
+from tdpfed.server.robust import VectorAverage
 
 NORMS = f"{GATE}norms"
 """The entry of the server's state with the reference norm of each factor, ``(E,)``."""
@@ -51,6 +52,24 @@ def least_norm(bound: float) -> float:
     It is stricter than the distance: training moves factors a long way, but hardly ever makes them smaller.
     """
     return 1 / (1 + bound / 4)
+
+
+def with_median_norms(inner: VectorAverage, layout: Layout) -> VectorAverage:
+    """Return ``inner`` with each matrix scaled to the median norm of the uploads.
+
+    A few clients that send slightly smaller factors round after round bias even a robust average towards zero, in every
+    coordinate; the median of the norms they can move only among those of honest clients.
+    """
+
+    def average(uploads: Tensor, weights: Tensor) -> Tensor:
+        found, heard = inner(uploads, weights), uploads[weights.reshape(len(weights), -1).amax(-1) > 0]
+        parts = []
+        for part, rows in zip(layout.split(found), layout.split(heard), strict=True):
+            norm, wanted = part.norm(), torch.linalg.vector_norm(rows.flatten(1), dim=1).median()
+            parts.append(part if part.ndim < 2 else part * torch.where(norm > 0, wanted / norm, 1))
+        return layout.join(parts)
+
+    return average
 
 
 def within_gauge(

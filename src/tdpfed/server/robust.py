@@ -42,6 +42,11 @@ class Rule:
         "its own norm must be at least 1/(1 + gauge/4) of that",
         above=0,
     )
+    norms: Literal["mean", "median"] = setting(
+        "mean",
+        "norm of an averaged CP factor: that of the average, or the median of the uploads' norms, which a few clients "
+        "cannot make smaller",
+    )
     bound: float | Literal["off"] = setting(
         10.0,
         "largest norm of what an upload adds to the average, relative to the median of the round's uploads; longer "

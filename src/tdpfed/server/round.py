@@ -88,7 +88,7 @@ class ServerRound:
         if self.accountant is None:
             if not len(turn.clients):
                 return server
-            averages = robust_averages(uploads, weights, algorithm.center(own), self.rule)
+            averages = robust_averages(uploads, weights, algorithm.center(own), self.rule, algorithm.plan)
             return self._after(server, algorithm.aggregate(own, uploads, averages, turn), turn)
         cohort = self.accountant.rate * algorithm.population
         averages = private_averages(
