@@ -1,6 +1,7 @@
 """Property tests draw the same examples on every run, however slow the machine; equal models share a gradient."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait by spinning crawl where tests share the cores
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+import watch
 from tdpfed.core.objective import Objective
 from tdpfed.fast.gradient import RecordedGradient
 
@@ -18,6 +20,17 @@ torch.set_num_threads(1)  # small tensors gain nothing from threads, and lose mu
 
 GRADIENTS: dict[object, RecordedGradient] = {}
 OWN_GRADIENTS = {"test_objective", "test_recorded_gradient", "test_convolution"}  # these are about the recording
+
+
+@pytest.fixture(autouse=True)
+def _hostile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Long hostile tests leave nothing behind."""
+    marks = (request.node.get_closest_marker(name) for name in ("hostile", "slow"))
+    if all(marks):
+        with watch.nothing_left_behind(monkeypatch):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(autouse=True)

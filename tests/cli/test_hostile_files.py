@@ -12,6 +12,8 @@ import pytest
 
 from tdpfed import cli
 
+pytestmark = pytest.mark.hostile
+
 TINY = [
     "run.rounds=2", "data.clients=4", "data.max_samples=40", "data.per_client=5", "algorithm.tau=1",
     "model.name=logistic", "algorithm.name=fedavg",

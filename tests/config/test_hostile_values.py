@@ -19,6 +19,8 @@ from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare
 
+pytestmark = pytest.mark.hostile
+
 FILES: dict[str, str] = {
     "lists without end": "[run]\nrounds = " + "[" * 5000,
     "closed lists": "[run]\nrounds = " + "[" * 900 + "]" * 900,

@@ -38,7 +38,7 @@ def test_every_preset_serves_every_algorithm(preset: str, name: str) -> None:
 
 
 def test_the_presets_of_the_issue() -> None:
-    assert set(presets()) == {"digits", "mnist", "mnist-paper", "cifar10-paper", "qmnist-writers"}
+    assert set(presets()) == {"digits", "mnist", "mnist-paper", "cifar10-paper", "qmnist-writers", "robust-recommended"}
     assert load_config() == load_config("digits")
 
 

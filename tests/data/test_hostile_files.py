@@ -16,6 +16,8 @@ import pytest
 from tdpfed.data import make_federation
 from tdpfed.errors import TDPFedError
 
+pytestmark = pytest.mark.hostile
+
 MEBIBYTE = 1 << 20
 COUNTS = [150, pytest.param(10_000, marks=pytest.mark.slow)]
 

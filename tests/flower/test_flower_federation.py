@@ -190,24 +190,25 @@ honest = app.__call__
 
 
 def tampered(message, context):
-    """What a hostile node sends: NaN, another shape, far too much; a round each."""
+    """What a hostile node sends: NaN, another shape, far too much, zeros, finite numbers that are huge; a round each."""
     reply = honest(message, context)
     if not context.node_config.get("bad") or message.metadata.message_type != "train":
         return reply
     import torch
     from tdpfed.flower.node import Node
-    from tdpfed.wire import Form, encode
+    from tdpfed.wire import Form, encode, with_header
 
     round_ = int(message.metadata.group_id)
     given = {"kind": "up", "round_": round_, "client": 2, "samples": 391}
-    if round_ == 1:
-        form = Node(task, context.run_config, context.node_config).side.channel.form
-        (section,) = form.sections
-        data = encode([torch.full((section.length,), float("nan"))], form, **given)
-    elif round_ == 2:
+    form = Node(task, context.run_config, context.node_config).side.channel.form
+    (section,) = form.sections
+    if round_ == 2:
         data = encode([torch.ones(12)], Form.whole({"factors": 12}), **given)
-    else:
+    elif round_ == 3:
         data = bytes(60_000_000)
+    else:
+        value = {1: float("nan"), 4: 0.0, 5: 1e25}[round_]
+        data = with_header(torch.full((section.length,), value).numpy().tobytes(), form, **given)
     reply.content["wire"] = ArrayRecord({"wire": Array("uint8", (len(data),), "tdpfed.wire", data)})
     return reply
 
@@ -225,8 +226,12 @@ INTRUDERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.hostile
 def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> None:
-    keep = ("algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=3", "run.evaluate_every=9")
+    keep = (
+        "algorithm.keep_theta=true", "participation.quorum=2", "run.rounds=5", "run.evaluate_every=9",
+        "robust.gauge=1.0",
+    )  # fmt: skip
     trial = Trial(work, 3, *keep, deadline=45.0)
     (work / "app" / "app" / "client_app.py").write_text(TAMPERING)
     make_keys(work / "others", 1)
@@ -253,8 +258,8 @@ def test_a_federation_with_hostile_nodes_intruders_and_a_restart(work: Path) -> 
             assert "SuperNode ID" not in log, log
             assert federation.processes.running[f"node-{intruder}"].poll()
     refused = {(line["round"], line["client"], line["rule"]) for line in lines(trial.run / "refusals.jsonl")}
-    assert refused == {(1, 2, "nan"), (2, 2, "layout"), (3, 2, "size")}
-    assert summary["rounds"] == 3
+    assert refused == {(1, 2, "nan"), (2, 2, "layout"), (3, 2, "size"), (4, 2, "gauge"), (5, 2, "gauge")}
+    assert summary["rounds"] == 5
     # Whatever was repeated, the model is that of the two honest clients: none has lost its own.
     assert before is not None
     folder = work / "twin"

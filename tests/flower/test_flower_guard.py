@@ -52,6 +52,8 @@ from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
 from tdpfed.flower.superlink import OperatorKey
 
+pytestmark = pytest.mark.hostile
+
 SECRET, KEY = b"s" * 32, "k" * 64
 HEADERS = {
     "content-type": PROTOBUF_MEDIA_TYPE,

@@ -23,6 +23,8 @@ from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.server.round import ServerRound
 from tdpfed.wire import encode
 
+pytestmark = pytest.mark.hostile
+
 ACT = ("algorithm.name=tdpfed", "algorithm.aggregation=act")
 
 

@@ -355,6 +355,7 @@ def test_every_truncation_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]
         (pair[0] / name).write_bytes(whole)
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize("flips", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_seen(pair: tuple[Path, Snapshot, Snapshot, set[str]], flips: int) -> None:
     random = Random(0)

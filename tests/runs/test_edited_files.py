@@ -24,6 +24,8 @@ from tdpfed.runs.folder import RunFolder
 from tdpfed.runs.seals import Chain, Tail, is_sealed, lines_of, link_of, linked, sealed
 from tdpfed.runs.session import Session
 
+pytestmark = pytest.mark.hostile
+
 SETTINGS = [
     "run.rounds=5", "checkpoint.every=2", "data.clients=4", "data.max_samples=40", "data.per_client=5",
     "model.name=logistic", "algorithm.name=fedavg", "algorithm.tau=1", "algorithm.weights=uniform",

@@ -13,6 +13,8 @@ import pytest
 from tdpfed.errors import TDPFedError
 from tdpfed.files import lock_folder
 
+pytestmark = pytest.mark.hostile
+
 MAIN = [sys.executable, "-c", "from tdpfed.cli import main; main()"]
 TINY = ["data.clients=4", "data.max_samples=40", "data.per_client=5", "algorithm.tau=1", "model.name=logistic"]
 LONG = ["run.rounds=100000", "checkpoint.every=3", "run.evaluate_every=2"]

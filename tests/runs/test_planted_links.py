@@ -17,6 +17,8 @@ from tdpfed.runs.folder import RunFolder
 from tdpfed.runs.grid import Cell, begin_seeds, run_cells
 from tdpfed.runs.session import Session
 
+pytestmark = pytest.mark.hostile
+
 QUICK = [
     "run.rounds=4", "checkpoint.every=2", "data.clients=4", "data.max_samples=40", "data.per_client=5",
     "model.name=logistic", "algorithm.name=fedavg", "algorithm.tau=1",

@@ -22,6 +22,8 @@ from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.session import Session
 from tdpfed.runs.snapshot import restore, snapshot_of
 
+pytestmark = pytest.mark.hostile
+
 QUICK = [
     "run.rounds=4", "checkpoint.every=2", "data.clients=5", "data.max_samples=40", "data.per_client=5",
     "model.name=logistic", "algorithm.name=fedavg", "algorithm.tau=1", "algorithm.weights=uniform",

@@ -58,6 +58,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert {**one[0].meta, "files": 0} == {**other[0].meta, "files": 0}  # records hold seconds
 
 
+@pytest.mark.hostile
 @pytest.mark.parametrize(
     "algorithm",
     [pytest.param(name, marks=pytest.mark.slow if name != "tdpfed" else ()) for name in kill_cli.ALGORITHMS],

@@ -27,6 +27,8 @@ from tdpfed.server.robust import Rule, clipped, median, norm_of, weighted_mean
 from tdpfed.server.round import ServerRound, initial_state
 from tdpfed.wire import Wire
 
+pytestmark = pytest.mark.hostile
+
 QUICK: dict[str, Any] = {"tau": 2, "batch_size": 4}
 METHODS: dict[str, Algorithm] = {
     "fedavg": FedAvg(**QUICK),

@@ -19,6 +19,8 @@ from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.wire import Expected, Rejected, Rule, Wire, decode, encode, validate, whole_parts
 
+pytestmark = pytest.mark.hostile
+
 ALGORITHMS: dict[str, Algorithm] = {
     "tdpfed": TDPFed(**small.TDPFED),
     "pfedme": PFedMe(**small.COMMON),
