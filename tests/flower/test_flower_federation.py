@@ -190,7 +190,7 @@ honest = app.__call__
 
 
 def tampered(message, context):
-    """What a hostile node sends: NaN, another shape, far too much, zeros, finite numbers that are huge; a round each."""
+    """What a hostile node sends, a round each: NaN, another shape, far too much, zeros, huge numbers."""
     reply = honest(message, context)
     if not context.node_config.get("bad") or message.metadata.message_type != "train":
         return reply
