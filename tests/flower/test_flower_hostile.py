@@ -169,3 +169,30 @@ def test_a_run_whose_uploads_are_mostly_refused_stops_and_says_so(tmp_path: Path
             case.run(grid())
         assert Checkpoints(tmp_path / "run" / "checkpoints").rounds() == [1]
     assert case.run()["rounds"] == 3  # nodes that were set right go on
+
+
+def test_settings_edited_in_the_folder_and_in_the_app_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+    case = Case(tmp_path, *QUICK, "checkpoint.every=1")
+    case.run(changed={"run.rounds": 2})
+    file = tmp_path / "run" / "config.toml"
+    text = file.read_text()
+    for edited in ({"algorithm.eta": 0.01}, {"robust.bound": "off"}, {"participation.quorum": 2}):
+        (key, value) = next(iter(edited.items()))
+        name = key.partition(".")[2]
+        lines = [
+            f"{name} = {json.dumps(value)}" if line.startswith(f"{name} = ") else line for line in text.splitlines()
+        ]
+        file.write_text("\n".join(lines) + "\n")
+        with pytest.raises(TDPFedError, match=rf"{key}: .* given, must be .* as in the checkpoint"):
+            case.run(changed=edited)
+    file.write_text(text)
+    assert case.run()["rounds"] == 3
+
+
+def test_records_lost_on_the_server_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = Case(tmp_path, *QUICK, "checkpoint.every=1", "run.evaluate_every=1")
+    case.run(changed={"run.rounds": 2})
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[1])
+    case.run()
+    assert any(message.startswith("tdpfed: metrics.jsonl: ") for message in caplog.messages)

@@ -20,6 +20,7 @@ from safetensors.torch import save as to_bytes
 
 from tdpfed.algorithms.base import CHOICE
 from tdpfed.config import Config, flat, parse_config, to_toml
+from tdpfed.config.resume import check_same_run, settings_by_key
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.files import write_errors
@@ -29,7 +30,7 @@ from tdpfed.flower.settings import Flower, read_settings
 from tdpfed.flower.strategy import RoundResult, Strategy
 from tdpfed.flower.task import Task
 from tdpfed.runs.checkpoints import Snapshot
-from tdpfed.runs.folder import CONFIG, RunFolder
+from tdpfed.runs.folder import CONFIG, CONFIGURATION, FILES, RunFolder
 from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
 from tdpfed.runs.summary import Facts, device_name
@@ -163,6 +164,7 @@ class _Server:
             for name, mine in (("algorithm", self.config.method_name), ("seed", self.config.run.seed)):
                 if snapshot.meta.get(name) != mine:
                     raise TDPFedError(f"checkpoint: {name} {snapshot.meta.get(name)!r} saved, must be {mine!r}")
+            check_same_run(snapshot.meta.get(CONFIGURATION), self.config, "the checkpoint")
             self.strategy.restore(snapshot.round, snapshot.server, snapshot.meta)
             self.strategy.settled = min(checkpoints.rounds(), default=0)
             for warning in warnings:
@@ -173,7 +175,9 @@ class _Server:
                 f"flower.out: the run in {str(self.path)!r} has already completed {self.strategy.round} rounds; "
                 "give another folder, or increase run.rounds"
             )
-        self.journal.rewind(self.strategy.round, ROUNDS)
+        self.journal.rewind(self.strategy.round, ROUNDS, saved=None if found is None else found[0].meta.get(FILES))
+        for warning in self.journal.folder.warnings:
+            log.warning("tdpfed: %s", warning)
 
     def run(self, exchange: Exchange) -> None:
         """Advance to the last round."""
@@ -199,7 +203,10 @@ class _Server:
 
     def _save(self) -> None:
         server, own = self.strategy.state()
-        meta = {"algorithm": self.config.method_name, "seed": self.config.run.seed, **own}
+        meta = {
+            "algorithm": self.config.method_name, "seed": self.config.run.seed,
+            CONFIGURATION: settings_by_key(self.config), FILES: self.journal.folder.sums, **own,
+        }  # fmt: skip
         checkpoints = self.journal.checkpoints
         checkpoints.save(Snapshot(self.strategy.round, server, NO_CLIENTS, meta), None)
         self.strategy.settled = min(checkpoints.rounds(), default=0)

@@ -32,6 +32,8 @@ SEEDS = "seeds.toml"
 SUMMARY = "summary.json"
 DONE = ("finished", "privacy budget spent")
 """The statuses of a run that is complete."""
+CONFIGURATION = "configuration"
+"""The key of a checkpoint under which the resolved configuration is."""
 FILES = "files"
 """The key of a summary and of a checkpoint under which the checksums of the other files are."""
 

@@ -25,16 +25,13 @@ from tdpfed.errors import QuorumError, TDPFedError, wrong
 from tdpfed.files import ctrl_c_asks, lock_folder
 from tdpfed.runs import data_card
 from tdpfed.runs.experiment import prepare, threads
-from tdpfed.runs.folder import CONFIG, FILES, NoFolder, RunFolder
+from tdpfed.runs.folder import CONFIG, CONFIGURATION, FILES, NoFolder, RunFolder
 from tdpfed.runs.gathered import gathered, load_for_all
 from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
 from tdpfed.runs.snapshot import restore, snapshot_of
 from tdpfed.runs.summary import facts_of
 from tdpfed.server.records import Record
-
-CONFIGURATION = "configuration"
-"""The key of a checkpoint under which the resolved configuration is."""
 
 OnRound = Callable[[Simulation], None]
 Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRound]]
