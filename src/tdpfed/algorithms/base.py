@@ -260,7 +260,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients, hidden with privacy."""
+        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients, hidden with privacy.
+
+        The server may call it first without using the result, to see what would be averaged and check that.
+        """
 
     def personalized(self, private: State) -> Tensor:
         """Return the parameters of a client's personalized model."""

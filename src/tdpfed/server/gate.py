@@ -15,6 +15,7 @@ from tdpfed.server.bound import contributions, longest_allowed
 from tdpfed.server.gauge import least_norm, reference_of, within_gauge
 from tdpfed.server.robust import Rule
 from tdpfed.wire import Rejected, screen
+from tdpfed.wire.forms import LARGEST_CHANGE, too_large
 
 
 def refusals(
@@ -34,8 +35,9 @@ def refusals(
     """
     refused = [] if finite else screen(uploads, layouts_of(algorithm.up()), turn.clients)
     refused += _out_of_gauge(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
-    if algorithm.averages and not private:
-        refused += _out_of_bound(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
+    if not private:
+        check = _out_of_bound if algorithm.averages else _far_out
+        refused += check(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
     return refused
 
 
@@ -74,6 +76,16 @@ def _out_of_bound(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, 
                 known = Rejected("norm", reason, client=client, tensor=name)
             found.setdefault(client, known)
     return list(found.values())
+
+
+def _far_out(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, server: State) -> list[Rejected]:
+    """Return refusals for a method that averages nothing: each upload is measured by what its client received."""
+    if rule.bound == "off" or not len(turn.clients):
+        return []
+    known = algorithm.unchanged(algorithm.broadcast(own_entries(server), turn))
+    far = torch.stack([too_large(uploads[name] - value, value) for name, value in known.items()]).any(0)
+    reason = f"the norm of its change is over {LARGEST_CHANGE:g} times that of what it received"
+    return [Rejected("norm", reason, client=client) for client in turn.clients[far].tolist()]
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
