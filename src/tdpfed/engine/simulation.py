@@ -29,7 +29,6 @@ from tdpfed.engine.store import Place, Store
 from tdpfed.engine.updates import Updates
 from tdpfed.engine.uplink import Down, Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.records import Ledger, Record, due
@@ -91,7 +90,6 @@ class Simulation:
         self._down = Down(self.downlink)
         server_step.check(self.algorithm)
         optimizer.check_for(self.algorithm.name, self.algorithm.follows)
-        check_gauge(self.algorithm, rule)
         if diagnostics is not None:
             defined_for(self.algorithm)
             if ranks.world > 1:
@@ -122,7 +120,8 @@ class Simulation:
             optimizer=optimizer,
         )
         server, start = initial_state(self.algorithm, self.objective.initial(), seed)
-        self.server = server | server_step.start(server, self.algorithm) | self.downlink.start(server)
+        kept = server_step.start(server, self.algorithm) | self.downlink.start(server) | self.server_round.start(server)
+        self.server = server | kept
         private = self.algorithm.init_private(start) | self.channel.start(start)
         self.store = Store(private, federation.clients, state, state_folder, ranks)
         evaluated = torch.arange(federation.clients)
@@ -201,11 +200,13 @@ class Simulation:
                 kept = self.store.rows(turn.clients, names)
         server, count = self.server, 0
         if self.algorithm.communicates:
+            before = len(self.refused)
             uploads, senders, kept = self._accepted_uploads(updates, turn, reported, kept)
             count = len(senders.clients)
             if not self.server_round.enough(count):
                 return False, count
-            samples = self.federation.train_size[senders.clients]
+            self.server_round.watch(self.ledger, self.round + 1, count, self.refused[before:])
+            samples = self.uplink.declared(self.federation.train_size)[senders.clients]
             server = self.server_round.aggregate(self.server, uploads, samples, senders)
             server |= self.downlink.received(self.broadcast.memory, turn.clients, self.round + 1)
         if updates is not None:

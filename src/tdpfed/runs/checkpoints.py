@@ -156,6 +156,8 @@ class Checkpoints:
         return tuple(layers), ids
 
     def _write(self, snapshot: Snapshot) -> _Saved:
+        if bad := _not_finite(snapshot.server):
+            raise TDPFedError(f"checkpoint: {bad!r} of the server's state is not finite, nothing is saved")
         serial = 1 + max(self._names().values(), default=0)
         private = snapshot.private
         layers, ids = self._layers_for(private)
@@ -191,6 +193,8 @@ class Checkpoints:
             server = _File(**body["server"])
             state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
             start = {name: state.pop(f"start.{name}") for name in _names_after("start.", state)}
+            if bad := _not_finite(state):
+                raise _DamagedError(f"{str(self.folder / server.name)!r} holds {bad!r}, which is not finite")
             private = make(start, body["clients"])
             layers: dict[str, tuple[tuple[_File, ...], Tensor]] = {}
             for file in (_File(**entry) for entry in body["private"]):
@@ -243,6 +247,11 @@ class Checkpoints:
     def _names(self) -> dict[str, int]:
         """Return the file names of checkpoints, each with its serial number."""
         return {name: int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name))}
+
+
+def _not_finite(state: State) -> str | None:
+    """Return the name of an entry with a value that is infinite or NaN."""
+    return next((n for n, v in state.items() if v.is_floating_point() and not bool(v.isfinite().all())), None)
 
 
 def _names_after(prefix: str, state: State) -> list[str]:

@@ -43,6 +43,7 @@ class Ledger:
     client_rounds: int = 0
     rejected: int = 0
     uploads: int = 0
+    mostly_refused: int = 0  # rounds in a row, up to the latest, in which more uploads were refused than accepted
 
     @property
     def per_client_round(self) -> float:
