@@ -81,9 +81,11 @@ class Data(Section):
     min_samples: int = setting(1, "minimum number of samples per client", least=1)
     max_samples: int | None = setting(None, "maximum number of samples per client, to study scarce data", least=2)
     split: Split | None = setting(
-        None, "test samples: a part of each client's, or the official ones; default for a file with test_mask: official"
+        None,
+        "test samples: some of each client's (client), its last ones (time), or the official ones; default: official "
+        "for a file with test_mask, time for text, otherwise client",
     )
-    test_fraction: float = setting(0.25, "client split: fraction held out", above=0, below=1)
+    test_fraction: float = setting(0.25, "client and time split: fraction held out", above=0, below=1)
     normalize: Normalize = setting(
         "standard",
         "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",

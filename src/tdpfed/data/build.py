@@ -13,7 +13,7 @@ from tdpfed.data.partition import Indices
 from tdpfed.errors import TDPFedError, unknown
 
 Partition = Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"]
-Split = Literal["client", "official"]
+Split = Literal["client", "official", "time"]
 PARTITIONS, SPLITS = get_args(Partition), get_args(Split)
 
 
@@ -43,8 +43,9 @@ def make_federation(
     ``partition`` defaults to natural if the data have natural clients and to classes otherwise; ``clients`` defaults to
     20, or to all natural clients. ``per_client`` applies to classes and classes-in-turn, ``alpha`` to dirichlet,
     ``size_skew`` to iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out
-    ``test_fraction`` of each client's samples, "official" the samples of the data set's own test part; the latter is
-    the default for your own file with a ``test_mask``. ``augment`` changes training images when they are drawn.
+    ``test_fraction`` of each client's samples at random, "time" the last of them, "official" the samples of the data
+    set's own test part; the defaults are official for your own file with a ``test_mask``, time for data in the order of
+    time, client for others. ``augment`` changes training images when they are drawn.
     ``validation`` is the share of each client's training samples that a run holds out.
     ``options`` are passed to the data set's loader.
     """
@@ -70,11 +71,14 @@ def make_federation(
         )
     parts = partitions.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
     own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
-    if (split or ("official" if own_mask else "client")) == "client":
+    split = split or ("official" if own_mask else "time" if data.in_time else "client")
+    if split == "client":
         pairs = partitions.split(parts, test_fraction, seed)
+    elif split == "time":
+        pairs = partitions.split_in_time(parts, test_fraction)
     elif data.official_test is None:
         raise TDPFedError(
-            f"'official' for {data.name!r}, which has no official test part; allowed: client", field="split"
+            f"'official' for {data.name!r}, which has no official test part; allowed: client, time", field="split"
         )
     else:
         pairs = partitions.split_official(parts, data.official_test)

@@ -34,6 +34,7 @@ class Dataset:
     official_test: NDArray[np.bool_] | None = None
     owner: NDArray[Any] | None = None  # each sample's client: a whole number or a text
     class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
+    in_time: bool = False  # whether the order of the samples is that of time, so that the last ones are for tests
 
     def __post_init__(self) -> None:
         for field, values in (("y", self.y), ("test mask", self.official_test), ("client ids", self.owner)):

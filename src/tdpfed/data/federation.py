@@ -45,6 +45,7 @@ class Federation:
     ids: tuple[str, ...] = ()  # (K,) the clients' names, all different; "0" to "K - 1" if none are given
     class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
     normalization: Normalization = RAW  # what was applied to the raw inputs
+    class_counts: Tensor | None = None  # (K, classes) samples of each class, for training and tests; None: not counted
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -244,7 +245,15 @@ class Federation:
             classes=classes,
             digest=_digest(x, y, sizes, order),
             normalization=normalization,
+            class_counts=_class_counts(y[index], sizes, classes),
         )
+
+
+def _class_counts(y: Tensor, sizes: Tensor, classes: int) -> Tensor:
+    """Return how many samples of each class every client has; ``sizes`` (K, 2) are those of training and test parts."""
+    clients = torch.arange(len(sizes), device=y.device).repeat(2)
+    cells = clients.repeat_interleave(sizes.T.flatten()) * classes + y
+    return cells.bincount(minlength=len(sizes) * classes).reshape(-1, classes).cpu()
 
 
 def unknown_client(given: object, ids: Sequence[str]) -> TDPFedError:

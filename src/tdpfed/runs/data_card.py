@@ -32,10 +32,12 @@ class DataCard:
     train_size: tuple[int, ...]  # (K,)
     test_size: tuple[int, ...]  # (K,)
     normalization: Normalization
+    class_counts: tuple[tuple[int, ...], ...] = ()  # (K, classes) samples of each class; empty if not counted
 
     @classmethod
     def of(cls, federation: Federation) -> Self:
         """Return the card of a federation."""
+        counts = federation.class_counts
         return cls(
             name=federation.name,
             digest=federation.digest,
@@ -46,7 +48,13 @@ class DataCard:
             train_size=tuple(federation.train_size.tolist()),
             test_size=tuple(federation.test_size.tolist()),
             normalization=federation.normalization,
+            class_counts=() if counts is None else tuple(map(tuple, counts.tolist())),
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes, or their numbers."""
+        return self.class_names or tuple(map(str, range(self.classes)))
 
     def as_text(self) -> str:
         """Return the content of the file."""
@@ -63,7 +71,22 @@ class DataCard:
             raise ValueError(f"of another format than {FORMAT}, which this version reads")
         values.pop("sha256")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{**values, **lists, "normalization": Normalization.from_dict(values["normalization"])})
+        if counts := lists.get("class_counts"):
+            lists["class_counts"] = tuple(map(tuple, counts))
+        made = cls(**{**values, **lists, "normalization": Normalization.from_dict(values["normalization"])})
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise a :class:`ValueError` unless there is one value of each kind for each client."""
+        names = all(type(name) is str for name in (self.name, *self.ids, *self.class_names))
+        rows = (self.train_size, self.test_size, *self.class_counts)
+        whole = all(type(n) is int and 0 <= n < 2**53 for n in (self.classes, *(n for row in rows for n in row)))
+        sizes = {len(self.train_size), len(self.test_size), len(self.class_counts) or len(self.ids)}
+        if not (names and whole and sizes == {len(self.ids)}):
+            raise ValueError("not a name and a size of each client")
+        if {len(self.class_names) or self.classes, *map(len, self.class_counts)} > {self.classes}:
+            raise ValueError("not a value for each class")
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -32,8 +32,8 @@ def prepare(
     device, seed = config.device(), config.run.seed
     if device.type == "cuda":
         ranks.check_devices()
+    federation = federation_of(config, data_root)
     with _config_keys():
-        federation = federation_of(config, data_root)
         model = from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed)
     every = config.run.diagnostics_every
     return Simulation(
@@ -63,7 +63,8 @@ def federation_of(config: Config, data_root: Path | None = None) -> Federation:
     """Load the data set of a configuration and partition it among the clients."""
     data = plain(config.data)
     name, seed = data.pop("name"), data.pop("seed")
-    return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
+    with _config_keys():
+        return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
 
 
 @contextmanager
