@@ -205,8 +205,8 @@ def test_rejected_clients_have_their_ids(tmp_path: Path) -> None:
     "change",
     [
         {"ids": ["a"] * 9}, {"ids": list(range(10))}, {"class_counts": [[1, 2, 3]] * 9},
-        {"class_counts": [[1, 2]] * 10}, {"class_counts": [[1, 2, -3]] * 10}, {"class_counts": [3] * 10}, {"train_size": ["1"] * 10}, {"classes": 2.0},
-        {"class_names": ["ill"]},
+        {"class_counts": [[1, 2]] * 10}, {"class_counts": [[1, 2, -3]] * 10}, {"class_counts": [3] * 10},
+        {"train_size": ["1"] * 10}, {"classes": 2.0}, {"class_names": ["ill"]},
     ],
 )  # fmt: skip
 def test_a_card_that_does_not_fit_together_is_a_note(tmp_path: Path, change: dict[str, Any]) -> None:
