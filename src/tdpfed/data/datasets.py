@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from tdpfed.core.tasks import Kind
 from tdpfed.data import formats, sources
 from tdpfed.data.class_names import CLASS_NAMES
 from tdpfed.data.partition import check_ids
 from tdpfed.data.synthetic import synthetic
+from tdpfed.data.targets import count_outputs, kind_of
 from tdpfed.errors import TDPFedError, shown, unknown
 
 MOST_CLASSES = 1_000_000
@@ -25,18 +28,26 @@ MOST_CLASSES = 1_000_000
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples ``x`` (N, ...) as uint8 or float32, labels ``y`` (N,), and optional marks of test samples and owners."""
+    """Samples ``x`` (N, ...) and targets ``y`` (N, ...), and optional marks of test samples and owners.
+
+    Samples are uint8 or float32, or int64 for token ids; targets of ``kind_of`` their type and shape, unless given.
+    """
 
     name: str
     x: NDArray[Any]
-    y: NDArray[np.int64]
-    classes: int
+    y: NDArray[Any]
+    classes: int  # of labels, tokens or numbers their number: the outputs that a model needs
     official_test: NDArray[np.bool_] | None = None
     owner: NDArray[Any] | None = None  # each sample's client: a whole number or a text
     class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
+    targets: Kind = "classes"
 
     def __post_init__(self) -> None:
-        for field, values in (("y", self.y), ("test mask", self.official_test), ("client ids", self.owner)):
+        for field, values in (
+            ("y", self.y if self.targets == "classes" else self.y.reshape(len(self.y), -1)[:, 0]),
+            ("test mask", self.official_test),
+            ("client ids", self.owner),
+        ):
             if values is not None and values.shape != self.x.shape[:1]:
                 raise TDPFedError(
                     f"{field} of {self.name!r}: shape {values.shape}; allowed: one value for each of the "
@@ -44,7 +55,8 @@ class Dataset:
                 )
         if len(self.x) == 0:
             raise TDPFedError(f"x of {self.name!r}: no samples; allowed: 1 or more")
-        formats.check_labels(self.name, self.y, self.classes)
+        if self.targets == "classes":
+            formats.check_labels(self.name, self.y, self.classes)
         if self.class_names and len(self.class_names) != self.classes:
             raise TDPFedError(
                 f"class_names of {self.name!r}: {len(self.class_names)} names; allowed: one for each of the "
@@ -73,12 +85,13 @@ def load(name: str, root: Path | None = None, *, download: bool = True, **option
 
     Files are searched for under ``root``, ``$TDPFED_DATA`` and the user's cache, as ROOT/NAME/FILE or ROOT/FILE;
     missing files are downloaded unless ``download`` is False. Options: those of ``synthetic`` for synthetic;
-    ``writers`` ("train": the 539 of MNIST's training images, "all": 836) for qmnist-writers; ``classes`` for a file.
+    ``writers`` ("train": the 539 of MNIST's training images, "all": 836) for qmnist-writers; for a file ``classes``,
+    and ``tokens`` if its inputs are token ids.
     """
     own_file = Path(name).suffix in _READERS
     if not own_file and name not in _LOADERS:
         raise unknown("data set", name, [*_LOADERS, "FILE.npz", "FILE.parquet"])
-    allowed = ("classes",) if own_file else _OPTIONS.get(name, ())
+    allowed = ("classes", "tokens") if own_file else _OPTIONS.get(name, ())
     for option in options:
         if option not in allowed:
             raise unknown(f"option of data set {name!r}", option, allowed)
@@ -198,7 +211,7 @@ def _qmnist_writers(root: Path | None, download: bool, writers: str = "train") -
     return Dataset("qmnist-writers", x, y, 10, owner=owner)
 
 
-def _own(path: Path, classes: int | None = None) -> Dataset:
+def _own(path: Path, classes: int | None = None, tokens: bool = False) -> Dataset:
     try:
         found = path.is_file()
     except OSError:  # a name that no file system takes
@@ -211,23 +224,22 @@ def _own(path: Path, classes: int | None = None) -> Dataset:
     x, y, mask, ids = arrays["x"], arrays["y"], arrays.get("test_mask"), arrays.get("client_ids")
     if x.dtype.kind not in "biuf" or x.ndim < 2:
         raise TDPFedError(f"x of {str(path)!r}: {x.dtype} of shape {x.shape}; allowed: numbers of shape (samples, ...)")
-    if y.dtype.kind not in "iu" or y.size == 0:
-        raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: whole numbers, one per sample")
+    if y.dtype.kind not in "biuf" or y.size == 0 or y.ndim < 1:
+        raise TDPFedError(f"y of {str(path)!r}: {y.size} values of {y.dtype}; allowed: numbers, for each sample")
+    if tokens and x.dtype.kind not in "iu":
+        raise TDPFedError(f"x of {str(path)!r}: {x.dtype}; allowed with the option tokens: whole numbers")
+    y = y.astype(np.int64 if y.dtype.kind in "biu" else np.float32)
+    if not np.isfinite(y).all():
+        raise TDPFedError(f"y of {str(path)!r}: NaN or infinite; allowed: finite numbers")
+    targets = kind_of(torch.from_numpy(y))
     if mask is not None and mask.dtype != np.bool_:
         raise TDPFedError(f"test_mask of {str(path)!r}: {mask.dtype}; allowed: true or false for each sample")
     named = _class_names(path, arrays.get("class_names"))
     classes = len(named) if named and classes is None else classes
     with np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused as such
-        x = x if x.dtype == np.uint8 else x.astype(np.float32)
-    return Dataset(
-        str(path),
-        x,
-        y.astype(np.int64),
-        formats.count_classes(y) if classes is None else classes,
-        mask,
-        ids,
-        named,
-    )
+        x = x.astype(np.int64) if tokens else x if x.dtype == np.uint8 else x.astype(np.float32)
+    classes = count_outputs(torch.from_numpy(y), targets) if classes is None else classes
+    return Dataset(str(path), x, y, classes, mask, ids, named, targets)
 
 
 def _class_names(path: Path, given: NDArray[Any] | None) -> tuple[str, ...]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tdpfed.core.inputs import Inputs, Part
+from tdpfed.core.tasks import Kind
 from tdpfed.data.federation import Federation
 from tdpfed.data.normalization import Normalization
 from tdpfed.errors import TDPFedError
@@ -32,6 +34,8 @@ class DataCard:
     train_size: tuple[int, ...]  # (K,)
     test_size: tuple[int, ...]  # (K,)
     normalization: Normalization
+    targets: Kind = "classes"
+    parts: tuple[Part, ...] = ()  # what a sample holds, if a model takes several tensors
 
     @classmethod
     def of(cls, federation: Federation) -> Self:
@@ -46,11 +50,19 @@ class DataCard:
             train_size=tuple(federation.train_size.tolist()),
             test_size=tuple(federation.test_size.tolist()),
             normalization=federation.normalization,
+            targets=federation.targets,
+            parts=federation.parts,
         )
+
+    @property
+    def inputs(self) -> Inputs:
+        """What a sample holds: how a model is called with it."""
+        return Inputs(self.input_shape, self.parts)
 
     def as_text(self) -> str:
         """Return the content of the file."""
-        values = {**vars(self), "format": FORMAT, "normalization": self.normalization.as_dict()}
+        parts = [vars(part) for part in self.parts]
+        values = {**vars(self), "parts": parts, "format": FORMAT, "normalization": self.normalization.as_dict()}
         return sealed(json.dumps(values, ensure_ascii=False)) + "\n"
 
     @classmethod
@@ -63,7 +75,9 @@ class DataCard:
             raise ValueError(f"of another format than {FORMAT}, which this version reads")
         values.pop("sha256")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{**values, **lists, "normalization": Normalization.from_dict(values["normalization"])})
+        parts = tuple(Part(one["name"], tuple(one["shape"]), one["tokens"]) for one in values.get("parts", ()))
+        values |= {**lists, "parts": parts, "normalization": Normalization.from_dict(values["normalization"])}
+        return cls(**values)
 
     @classmethod
     def read(cls, path: Path) -> Self:
