@@ -14,6 +14,7 @@ import torch
 from tdpfed.algorithms import DEFAULT, Algorithm, Best, find
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import check, plain, same, setting
+from tdpfed.core.tasks import TaskSettings
 from tdpfed.data.build import Partition, Split
 from tdpfed.data.federation import Augment
 from tdpfed.data.normalization import Normalize
@@ -48,6 +49,9 @@ class Run(Section):
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", least=1)
     evaluate_clients: int | None = setting(None, "number of clients to evaluate, drawn with the seed", least=1)
+    train_loss: bool = setting(
+        False, "also evaluate the personalized and the global models on all training samples, which takes its time"
+    )
     diagnostics_every: int = setting(0, "rounds between measurements for the paper's analysis; 0: never", least=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU if available")
     runner: RunnerName = setting("batched", "compute all clients at once, or one after another")
@@ -187,7 +191,7 @@ ALGORITHM = "algorithm"
 """The section of the method: its name, and the hyper-parameters that its class declares."""
 
 SECTIONS: dict[str, type] = {
-    "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "optimizer": Optimizer,
+    "run": Run, "data": Data, "model": Model, "task": TaskSettings, ALGORITHM: Algorithm, "optimizer": Optimizer,
     "participation": Participation, "wire": Wire, "server": ServerStep, "robust": Robust, "privacy": Privacy,
     "evaluation": Evaluation, "checkpoint": Checkpoint, "engine": Engine,
 }  # fmt: skip
@@ -201,6 +205,7 @@ class Config:
     run: Run = Run()
     data: Data = Data()
     model: Model = Model()
+    task: TaskSettings = TaskSettings()
     method_name: str = DEFAULT  # as given: module:Class for a user's own method
     method: Algorithm = field(default_factory=find(DEFAULT))
     optimizer: Optimizer = Optimizer()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tdpfed.core.inputs import Inputs, Part
+from tdpfed.core.tasks import Kind
 from tdpfed.data.federation import Federation
 from tdpfed.data.normalization import Normalization
 from tdpfed.errors import TDPFedError
@@ -32,6 +34,8 @@ class DataCard:
     train_size: tuple[int, ...]  # (K,)
     test_size: tuple[int, ...]  # (K,)
     normalization: Normalization
+    targets: Kind = "classes"
+    parts: tuple[Part, ...] = ()  # what a sample holds, if a model takes several tensors
     class_counts: tuple[tuple[int, ...], ...] = ()  # (K, classes) samples of each class; empty if not counted
 
     @classmethod
@@ -49,6 +53,8 @@ class DataCard:
             test_size=tuple(federation.test_size.tolist()),
             normalization=federation.normalization,
             class_counts=() if counts is None else tuple(map(tuple, counts.tolist())),
+            targets=federation.targets,
+            parts=federation.parts,
         )
 
     @property
@@ -56,9 +62,15 @@ class DataCard:
         """The names of the classes, or their numbers."""
         return self.class_names or tuple(map(str, range(self.classes)))
 
+    @property
+    def inputs(self) -> Inputs:
+        """What a sample holds: how a model is called with it."""
+        return Inputs(self.input_shape, self.parts)
+
     def as_text(self) -> str:
         """Return the content of the file."""
-        values = {**vars(self), "format": FORMAT, "normalization": self.normalization.as_dict()}
+        parts = [vars(part) for part in self.parts]
+        values = {**vars(self), "parts": parts, "format": FORMAT, "normalization": self.normalization.as_dict()}
         return sealed(json.dumps(values, ensure_ascii=False)) + "\n"
 
     @classmethod
@@ -71,9 +83,11 @@ class DataCard:
             raise ValueError(f"of another format than {FORMAT}, which this version reads")
         values.pop("sha256")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        parts = tuple(Part(one["name"], tuple(one["shape"]), one["tokens"]) for one in values.get("parts", ()))
         if counts := lists.get("class_counts"):
             lists["class_counts"] = tuple(map(tuple, counts))
-        made = cls(**{**values, **lists, "normalization": Normalization.from_dict(values["normalization"])})
+        values |= {**lists, "parts": parts, "normalization": Normalization.from_dict(values["normalization"])}
+        made = cls(**values)
         made._check()
         return made
 
