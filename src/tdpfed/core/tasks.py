@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal, Self, get_args
 
-import torch
 from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional
