@@ -28,7 +28,10 @@ from tdpfed.server.records import Record
 FIGURES = (
     "personalized_accuracy", "best_personalized_accuracy", "global_accuracy", "compression_rate", "rejected_uploads",
 )  # fmt: skip
-CURVE = ("round", "loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "uplink_bytes", "seconds")
+CURVE = (
+    "round", "minibatch_loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "metrics", "uplink_bytes",
+    "seconds",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -88,7 +91,7 @@ def _run(cell: dict[str, Any], data_root: Path | None) -> PackedRun:
     return {
         "name": f"{slug(cell['row'])}_{slug(cell['column'])}_seed{cell['seed']}",
         "config": to_toml(config),
-        "records": [{key: record.as_dict()[key] for key in CURVE} for record in records],
+        "records": [{key: value for key, value in record.as_dict().items() if key in CURVE} for record in records],
         "summary": summary,
         "cell": {**cell, "error": error, "provenance": made},
     }
