@@ -72,7 +72,7 @@ class HypCluster(FedAvg):
         """Choose a model and train it."""
         del private
         models = message["models"].unflatten(-1, (self.clusters, self.layout.size))
-        batch = joined(local.batch(self.tau + t) for t in range(self.choice_batches))
+        batch = joined((local.batch(self.tau + t) for t in range(self.choice_batches)), local.turn)
         losses = [local.loss(w, batch) if self.clusters > 1 else w[..., 0] for w in models.unbind(-2)]
         drawn = torch.as_tensor(local.turn.round, device=models.device) <= self.drawn_rounds
         number = torch.where(

@@ -25,7 +25,7 @@ class Mocha(Algorithm):
     name = "mocha"
     follows = "none"
     averages = averages_all = same_for_all = summable = False
-    per_sample = True
+    per_sample = own_loss = True
 
     lam: float = hyper(0.1, "lambda: strength of the regularization", above=0, most=1e38)
     ridge: float = hyper(0.1, "share of the identity in Sigma, by which no client loses its influence", above=0, most=1)

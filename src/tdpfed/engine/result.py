@@ -1,11 +1,14 @@
 """A whole run in one call: a model, a federation, an algorithm and a number of rounds."""
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.objective import Loss, cross_entropy
+from tdpfed.core.losses import LossFunction
+from tdpfed.core.metrics import Function, Metric
 from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
@@ -55,7 +58,9 @@ def simulate(
     participation: Participation = EVERYBODY,
     runner: RunnerName = "batched",
     chunk: int | None = None,
-    loss: Loss = cross_entropy,
+    loss: str | LossFunction = "auto",
+    metrics: Sequence[str | Metric | Function] = (),
+    train_loss: bool = False,
     diagnostics: Diagnostics | None = None,
     wire: Wire = PLAIN,
     rule: Rule = MEAN,
@@ -70,14 +75,18 @@ def simulate(
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
     ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average, ``optimizer`` how
-    clients take their steps. The model's parameters are the common starting point. ``seed`` determines all random
-    draws. With many clients, accuracy can be measured on ``evaluate_clients`` of them. Private state is kept in memory,
-    or on disk if it does not fit.
+    clients take their steps. ``loss`` and ``metrics`` are names or functions of outputs and targets; by default they
+    follow the federation's targets. ``train_loss`` also evaluates models on the training samples. The model's
+    parameters are the common starting point. ``seed`` determines all random draws. With many clients, accuracy can be
+    measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not fit.
     """
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
+        metrics=metrics, train_loss=train_loss,
         diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
         optimizer=optimizer.over(rounds),
     )  # fmt: skip
+    for note in simulation.notes:
+        warnings.warn(note, stacklevel=2)
     return Result(list(simulation.run(rounds, evaluate_every)), simulation)
