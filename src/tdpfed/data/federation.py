@@ -5,8 +5,8 @@ computed from the training samples of all clients only.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -45,6 +45,7 @@ class Federation:
     ids: tuple[str, ...] = ()  # (K,) the clients' names, all different; "0" to "K - 1" if none are given
     class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
     normalization: Normalization = RAW  # what was applied to the raw inputs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # as make_federation was given them; empty: made by hand
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -195,11 +196,11 @@ class Federation:
             raise TDPFedError(f"{y.dtype}; allowed: whole numbers", field="y")
         if mask is not None and mask.dtype != np.bool_:
             raise TDPFedError(f"{mask.dtype}; allowed: bool", field="test_mask")
-        for field, values in (("y", y), ("client_ids", ids), ("test_mask", mask)):
+        for argument, values in (("y", y), ("client_ids", ids), ("test_mask", mask)):
             if values is not None and tuple(values.shape) != tuple(x.shape[:1]):
                 raise TDPFedError(
                     f"shape {tuple(values.shape)}; allowed: one value for each of the {len(x)} samples of x",
-                    field=field,
+                    field=argument,
                 )
         if len(x) == 0:
             raise TDPFedError("no samples; allowed: 1 or more", field="x")
