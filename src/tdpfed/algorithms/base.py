@@ -83,6 +83,8 @@ class Algorithm(ABC):
     """Whether all clients of a round count in the same average; differential privacy needs that."""
     per_sample: ClassVar[bool] = False
     """Whether private state holds values for each of a client's training samples, ``most_samples`` of them."""
+    takes_newcomers: ClassVar[bool] = True
+    """Whether a client that was not in training can be served by the server's state after it."""
     reports_change: ClassVar[bool] = False
     """Whether records say by how much each client's accuracy is above that of the global model."""
     follows: ClassVar[Literal["any", "rate", "none"]] = "any"

@@ -161,12 +161,12 @@ class Checkpoints:
         layers, ids = self._layers_for(private)
         start = {f"start.{name}": value for name, value in private.start.items()}
         # All temporary names first, also the manifest's: data files without any manifest mean that it was deleted.
-        server = self._part(f"{serial:08}-server.safetensors", to_bytes(_for_safetensors(snapshot.server | start)))
+        server = self._part(f"{serial:08}-server.safetensors", to_bytes(for_safetensors(snapshot.server | start)))
         new: list[_File] = []
         for some in split_by_size(private, ids) if len(ids) or not layers else ():
             rows = {f"private.{name}": value for name, value in private.rows(some).items()}
             name = f"{serial:08}-private{f'-{len(new)}' if new else ''}.safetensors"
-            new.append(self._part(name, to_bytes(_for_safetensors(rows) | {"ids": some.clone()})))
+            new.append(self._part(name, to_bytes(for_safetensors(rows) | {"ids": some.clone()})))
         layers = (*layers, (tuple(new), ids)) if new else layers
         saved = _Saved(serial, server, layers, torch.zeros(private.clients, dtype=torch.bool))
         state = {"server": asdict(server), "private": [asdict(file) for file in saved.files[1:]]}
@@ -249,7 +249,7 @@ def _names_after(prefix: str, state: State) -> list[str]:
     return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
 
-def _for_safetensors(state: State) -> State:
+def for_safetensors(state: State) -> State:
     """Return the tensors on the CPU, contiguous, no two in the same storage, as safetensors requires."""
     plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     first = {value.untyped_storage().data_ptr(): name for name, value in reversed(plain.items())}

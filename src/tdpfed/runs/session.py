@@ -17,13 +17,12 @@ from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.config.loading import overridden, parse_toml
 from tdpfed.config.resume import check_same_run, settings_by_key
 from tdpfed.config.unused import advice
-from tdpfed.data import Federation
 from tdpfed.engine.ensemble import Ensemble, error_of
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError, wrong
 from tdpfed.files import ctrl_c_asks, lock_folder
-from tdpfed.runs import data_card
+from tdpfed.runs import data_card, frozen
 from tdpfed.runs.experiment import prepare, threads
 from tdpfed.runs.folder import CONFIG, FILES, NoFolder, RunFolder
 from tdpfed.runs.gathered import gathered, load_for_all
@@ -64,7 +63,7 @@ class Session:
             simulation.store.reserve()
             torch.set_num_threads(threads(config, simulation))
         with ranks.agreement():
-            folder = _created(path, config, simulation.federation) if ranks.leads else NoFolder(path)
+            folder = _created(path, config, simulation) if ranks.leads else NoFolder(path)
         session = cls(config, simulation, folder)
         session.warnings = advice(config, simulation.algorithm)
         return session
@@ -79,7 +78,7 @@ class Session:
             RunFolder.check(path)
             Loggers.check(config)
             simulation.store.reserve()
-            session = cls(config, simulation, _created(path, config, simulation.federation))
+            session = cls(config, simulation, _created(path, config, simulation))
             session.warnings = advice(config, simulation.algorithm)
             return session
         folder, text = _opened(path)
@@ -138,6 +137,7 @@ class Session:
             raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to resume from")
         if self.ranks.leads:
             self.warnings += data_card.keep(self.folder, self.simulation.federation)
+            frozen.keep(self.folder, self.simulation.objective.model, self.simulation.objective.layout)
         if changed or (done and self.left):
             self.folder.change(to_toml(self.config))
         self.journal.rewind(round_, saved=saved)
@@ -297,12 +297,13 @@ def _stop_asked(on_stop: Callable[[], None] | None, ranks: Ranks = ALONE) -> Abs
     return ctrl_c_asks(on_stop)
 
 
-def _created(path: Path, config: Config, federation: Federation) -> RunFolder:
+def _created(path: Path, config: Config, simulation: Simulation) -> RunFolder:
     """Return a new run folder, locked."""
     lock = lock_folder(path, field="--out")
     try:
         folder = RunFolder.create(path, to_toml(config))
-        data_card.keep(folder, federation)
+        data_card.keep(folder, simulation.federation)
+        frozen.keep(folder, simulation.objective.model, simulation.objective.layout)
     except BaseException:
         lock.release()
         raise
