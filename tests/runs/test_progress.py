@@ -1,6 +1,7 @@
 """Plain progress lines: rare, growing rarer, and right about the time left."""
 
 import io
+import itertools
 import re
 
 import pytest
@@ -30,7 +31,7 @@ def test_lines_are_rare_and_the_time_left_is_that_of_a_steady_run() -> None:
         if left is not None:
             due.append((clock.now, left))
             assert left == f"{duration(1000 - done)} left"
-    gaps = [later - earlier for (earlier, _), (later, _) in zip(due, due[1:], strict=False)]
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(due)]
     assert due[0][0] == 160 + FIRST_SECONDS
     assert gaps == sorted(gaps)
     assert max(gaps) == MOST_SECONDS
