@@ -85,6 +85,8 @@ class Algorithm(ABC):
     """Whether private state holds values for each of a client's training samples, ``most_samples`` of them."""
     own_loss: ClassVar[bool] = False
     """Whether the method has a loss of its own, for classes, instead of the task's."""
+    takes_newcomers: ClassVar[bool] = True
+    """Whether a client that was not in training can be served by the server's state after it."""
     reports_change: ClassVar[bool] = False
     """Whether records say by how much each client's accuracy is above that of the global model."""
     follows: ClassVar[Literal["any", "rate", "none"]] = "any"

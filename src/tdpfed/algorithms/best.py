@@ -24,7 +24,7 @@ INNER = "method."
 
 SAME = (
     "name", "communicates", "shared_seed", "same_for_all", "counts_clients", "averages", "averages_all", "per_sample",
-    "reports_change", "own_loss",
+    "reports_change", "own_loss", "takes_newcomers",
 )  # fmt: skip
 """What a method says of itself that stays true."""
 

@@ -24,7 +24,7 @@ class Mocha(Algorithm):
 
     name = "mocha"
     follows = "none"
-    averages = averages_all = same_for_all = summable = False
+    averages = averages_all = same_for_all = summable = takes_newcomers = False
     per_sample = own_loss = True
 
     lam: float = hyper(0.1, "lambda: strength of the regularization", above=0, most=1e38)

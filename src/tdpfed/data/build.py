@@ -1,6 +1,7 @@
 """Build a federation from plain options: load, partition, limit sizes, split, normalize."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -51,6 +52,7 @@ def make_federation(
     ``validation`` is the share of each client's training samples that a run holds out.
     ``options`` are passed to the data set's loader.
     """
+    settings = {name: value for name, value in locals().items() if name not in ("root", "download", "dtype")}
     if partition is not None and partition not in PARTITIONS:
         raise unknown("partition", partition, PARTITIONS)
     if split is not None and split not in SPLITS:
@@ -94,7 +96,8 @@ def make_federation(
     else:
         pairs = partitions.split_official(parts, data.official_test)
     made = Federation.from_parts(data, pairs, normalize=normalize, dtype=dtype, ids=ids).with_augment(augment)
-    return made.with_validation(validation)
+    made = made.with_validation(validation)
+    return replace(made, settings=settings) if dtype == torch.float32 else made  # a configuration names no type
 
 
 def _assigned(

@@ -6,7 +6,7 @@ computed from the training samples of all clients only.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -52,6 +52,7 @@ class Federation:
     targets: Kind = "classes"
     parts: tuple[Part, ...] = ()  # what a row of x holds, if a model takes several tensors
     class_counts: Tensor | None = None  # (K, classes) samples of each class, for training and tests; None: not counted
+    settings: Mapping[str, Any] = field(default_factory=dict)  # as make_federation was given them; empty: made by hand
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -94,11 +95,11 @@ class Federation:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
         """Return the federation on ``device``, its samples as ``dtype`` if one is given; whole numbers stay whole."""
         ranges = ("train_start", "train_size", "test_start", "test_size")
-        moved = {field: getattr(self, field).to(device) for field in ranges}
-        for field in ("x", "y"):
-            values: Tensor = getattr(self, field)
+        moved = {name: getattr(self, name).to(device) for name in ranges}
+        for name in ("x", "y"):
+            values: Tensor = getattr(self, name)
             wanted = _floating(dtype) if dtype is not None and values.is_floating_point() else values.dtype
-            moved[field] = values.to(device, wanted)
+            moved[name] = values.to(device, wanted)
         return replace(self, **moved)
 
     def with_augment(self, kind: str) -> Self:
@@ -219,11 +220,11 @@ class Federation:
         if mask is not None and mask.dtype != np.bool_:
             raise TDPFedError(f"{mask.dtype}; allowed: bool", field="test_mask")
         count = len(given[0]) if given and given[0].ndim else 0
-        for field, values in (("client_ids", ids), ("test_mask", mask)):
+        for argument, values in (("client_ids", ids), ("test_mask", mask)):
             if values is not None and tuple(values.shape) != (count,):
                 raise TDPFedError(
                     f"shape {tuple(values.shape)}; allowed: one value for each of the {count} samples of x",
-                    field=field,
+                    field=argument,
                 )
         if y.ndim < 1 or len(y) != count:
             raise TDPFedError(

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -148,10 +148,13 @@ class Simulation:
         self._trained: tuple[Tensor, Updates] | None = None
         self._broadcast: Broadcast | None = None  # of the next round, once it is computed
 
-    def run(self, rounds: int, evaluate_every: int = 1) -> Iterator[Record]:
+    def run(
+        self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
+    ) -> Iterator[Record]:
         """Advance by ``rounds`` rounds; yield a record every ``evaluate_every`` rounds and after the last.
 
         Rounds with diagnostics have a record too. A privacy budget may end the run sooner (:meth:`affordable`).
+        ``on_round`` is called after each round, and after its record if it has one.
         """
         for name, value in (("rounds", rounds), ("evaluate_every", evaluate_every)):
             if not isinstance(value, int) or value < 1:
@@ -161,6 +164,8 @@ class Simulation:
             self.step()
             if self.due(evaluate_every, self.round == last):
                 yield self.record(time.perf_counter() - began)
+            if on_round is not None:
+                on_round(self)
 
     def due(self, evaluate_every: int, last: bool) -> bool:
         """Whether to record this round: every ``evaluate_every`` rounds, the last, and those with diagnostics."""

@@ -14,6 +14,7 @@ from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
+from tdpfed.runs.described import check_named
 
 CONFIG_KEYS = {
     "data set": "data.name", "classes per client": "data.per_client", "dirichlet alpha": "data.alpha",
@@ -29,6 +30,7 @@ def prepare(
 
     Private state that does not fit in memory is stored on the disk of ``state_folder``.
     """
+    check_named(config)
     device, seed = config.device(), config.run.seed
     if device.type == "cuda":
         ranks.check_devices()
