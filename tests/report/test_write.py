@@ -262,6 +262,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     assert sorted(files) == sorted(folder.iterdir())
     stems = {file.stem for file in files if file.suffix == ".png"}
     assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
+    assert "accuracy-personalized-final" in stems
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
         with Image.open(folder / f"{stem}.png") as image:
@@ -292,12 +293,45 @@ def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path
     assert "_$x^{" in "".join(root.itertext())
 
 
+def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(tmp_path: Path) -> None:
+    run, folder = folders.make(tmp_path / "run"), tmp_path / "tables"
+    for arguments, width in (([], 6), (["--columns", "seconds, up MB"], 3)):
+        assert call(str(run), "--export", str(folder), *arguments)[0] == 0
+        text = (folder / "results.tex").read_text()
+        head = [title.strip() for title in text.splitlines()[2].removesuffix("\\\\").split("&")]
+        assert len(head) == width
+        assert head[0] == "method"
+        assert re.search(r"tabular\}\{l(r+)\}", text)[1] == "r" * (width - 1)  # type: ignore[index]
+    assert head == ["method", "seconds", "up MB"]
+    assert "best personalized %" in (folder / "results.csv").read_text(), "the other formats have all columns"
+    for arguments, words in {
+        ("--columns", "seconds"): "no effect without --export",
+        ("--export", "x", "--columns", "second"): "did you mean 'seconds'",
+        ("--export", "x", "--columns", "seconds,seconds"): "only once",
+    }.items():
+        with pytest.raises(TDPFedError, match=words):
+            call(str(run), *arguments)
+    assert not Path("x").exists()
+
+
+def test_a_figure_ends_below_what_diverges(tmp_path: Path) -> None:
+    paths = [folders.make(tmp_path / name, f"algorithm.name={name}", rounds=5) for name in ("fedavg", "ditto", "apfl")]
+    lines = [json.loads(line) for line in (paths[0] / "metrics.jsonl").read_text().splitlines()]
+    grown = [{**line, "loss": 10.0 ** line["round"]} for line in lines]
+    (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in grown))
+    drawn: dict[str, Any] = {}
+    figures.draw(write_page(paths, tmp_path / "page.html").groups, drawn.__setitem__)
+    axes = drawn["loss-training-rounds"].axes[0]
+    assert 1.5 < axes.get_ylim()[1] < 2.5
+    assert "FedAvg (up to 1e+05)" in axes.get_title("right")
+
+
 def test_data_sets_are_exported_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[str]] = []
     monkeypatch.setattr(figures, "draw", lambda groups, save: drawn.append([group.label for group in groups]))
     paths = [folders.make(tmp_path / "a"), folders.make(tmp_path / "b", "data.name=mnist", "algorithm.name=fedavg")]
     export(write_page(paths, tmp_path / "page.html").groups, tmp_path / "figures")
-    assert drawn == [["tdpfed"], ["fedavg"]]
+    assert drawn == [["TDPFed"], ["FedAvg"]]
 
 
 def test_only_a_page_that_is_kept_up_to_date_reloads_itself(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ class Algorithm(ABC):
     """A federated method. Subclasses become frozen dataclasses automatically."""
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    """The name as people write it, for reports; that of the class by default."""
     communicates: ClassVar[bool] = True
     """Whether clients and server exchange messages."""
     shared_seed: ClassVar[bool] = False
@@ -112,6 +114,7 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.title = vars(cls).get("title", cls.__name__)
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:

@@ -23,8 +23,8 @@ INNER = "method."
 """Prefix of the entries of private state that belong to the method inside."""
 
 SAME = (
-    "name", "communicates", "shared_seed", "same_for_all", "counts_clients", "averages", "averages_all", "per_sample",
-    "reports_change", "own_loss", "takes_newcomers",
+    "name", "title", "communicates", "shared_seed", "same_for_all", "counts_clients", "averages", "averages_all",
+    "per_sample", "reports_change", "own_loss", "takes_newcomers",
 )  # fmt: skip
 """What a method says of itself that stays true."""
 

@@ -23,6 +23,7 @@ class Mocha(Algorithm):
     """Federated multi-task learning of linear models."""
 
     name = "mocha"
+    title = "MOCHA"
     follows = "none"
     averages = averages_all = same_for_all = summable = takes_newcomers = False
     per_sample = own_loss = True

@@ -17,6 +17,7 @@ class PFedMe(Algorithm):
     """Personalized federated learning with Moreau envelopes."""
 
     name = "pfedme"
+    title = "pFedMe"
     follows = "none"
 
     lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0)

@@ -18,6 +18,7 @@ class Scaffold(Algorithm):
     """Stochastic controlled averaging."""
 
     name = "scaffold"
+    title = "SCAFFOLD"
     follows = "rate"
     counts_clients = True
 

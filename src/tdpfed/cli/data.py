@@ -29,6 +29,7 @@ app.add_typer(data, name="data")
 @data.command("list")
 def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
     """List the data sets: samples, shape, classes and location."""
+    from tdpfed.cli.display import show
     from tdpfed.data import available
 
     listings = available(data_root)
@@ -42,7 +43,7 @@ def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
         where = "embedded" if entry.embedded else str(entry.path or "not found; tdpfed data get " + name)
         samples = "-" if entry.samples is None else f"{entry.samples:,}"
         table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
-    Console().print(table)
+    show(table)
 
 
 @data.command("get")

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tdpfed.config import flat
@@ -40,7 +41,8 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
         "groups": [
             {
                 "label": group.label,
-                "algorithm": group.algorithm,
+                "method": group.method,
+                "look": asdict(group.look),
                 "dataset": datasets.index(group.dataset),
                 "task": tasks.index(group.task),
                 "status": group.status,

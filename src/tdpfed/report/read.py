@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.loading import parse_toml
 from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
@@ -71,6 +72,12 @@ class Run:
         recorded = self.texts.get("algorithm")
         name = str(self.setting("algorithm.name", recorded or "unknown method"))
         return recorded or name.rpartition(":")[2] if ":" in name else name
+
+    @property
+    def method(self) -> str:
+        """The method's name as people write it; a user's own method is called by its class, which is not imported."""
+        name = str(self.setting("algorithm.name", self.algorithm))
+        return ALGORITHMS[name].title if name in ALGORITHMS else name.rpartition(":")[2]
 
     @property
     def dataset(self) -> str:
