@@ -25,10 +25,13 @@ class FedMac(FedAvg):
     name = "fedmac"
     follows = "none"
 
-    lam: float = hyper(1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38)
-    gamma: float = hyper(
-        1.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38
+    lam: float = hyper(
+        1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38, search=(0.1, 10.0)
     )
+    gamma: float = hyper(
+        1.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38,
+        search=(0.1, 10.0),
+    )  # fmt: skip
     rho: float = hyper(1.0, "width in which the sparsity term is smooth; smaller is nearer to the l1-norm", above=0)
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)

@@ -85,7 +85,7 @@ def run(
             session.run(no_progress)
             return None
         print_stderr(f"warning: {warning}" for warning in session.warnings)
-        summary = session.run(progress, _say_stopping)
+        summary = session.run(progress, say_stopping)
     path = session.folder.path
     if json_:
         print_json({**summary, "folder": str(path)})
@@ -173,7 +173,7 @@ def _run_seeds(folder: Path, data_root: Path | None, json_: bool, config: "Confi
         _grid(seeds_in(folder), folder, data_root, json_, _resume_hint(folder, data_root))
 
 
-def _say_stopping() -> None:
+def say_stopping() -> None:
     """Say that Ctrl-C was understood; written directly, because a signal may interrupt any print."""
     os.write(2, b"\nstopping after this round, with a checkpoint; press Ctrl-C again to stop at once\n")
 
@@ -201,7 +201,7 @@ def _grid(
         with grid_progress(cells) as show:
             results = run_cells(
                 cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end,
-                on_stop=_say_stopping,
+                on_stop=say_stopping,
             )  # fmt: skip
     except KeyboardInterrupt:
         print_stderr([f"interrupted; {resume_hint}"])
@@ -271,7 +271,7 @@ def reproduce(
             with grid_progress(cells) as show:
                 results = run_cells(
                     cells, folder / "runs", data_root, on_start=show.start, on_round=show.round, on_end=show.end,
-                    on_stop=_say_stopping,
+                    on_stop=say_stopping,
                 )  # fmt: skip
         except KeyboardInterrupt:
             print_stderr(["interrupted; resume with the same command and --resume"])
