@@ -229,13 +229,13 @@ def _method(values: Mapping[str, Any], server: dict[str, Any], errors: list[TDPF
             if other != name:  # the chosen one is reported below
                 errors.append(error.at(TABLES))
             continue
-        where, beside = f"{TABLES}.{other}", {}
+        where, own = f"{TABLES}.{other}", table
         if isinstance(table, Mapping) and SERVER in table:
             beside = read(SECTIONS[SERVER], table[SERVER], f"{where}.{SERVER}", errors)
-            table = {key: value for key, value in table.items() if key != SERVER}
-        own = _one_length(read(method, table, where, errors), where, errors)
+            server |= beside if other == name else {}
+            own = {key: value for key, value in table.items() if key != SERVER}
+        own = _one_length(read(method, own, where, errors), where, errors)
         if other == name:
-            server |= beside
             replaced = LENGTHS if any(hyper.get(key) is not None for key in LENGTHS) else ()
             hyper = {**{key: value for key, value in own.items() if key not in replaced}, **hyper}
     try:

@@ -171,9 +171,10 @@ def as_toml(found: Sequence[Search], folder: Path, source: str, overrides: Seque
     """Return a configuration file with the chosen values of each method, for ``compare`` and ``run``."""
     first, raw = found[0], raw_config(source, overrides)
     seeds = ", ".join(str(cell.config.run.seed) for cell in first.trials[0].cells)
+    count = max(len(one.trials) for one in found)
     parts = [
-        f"# Made by tdpfed tune: of {max(len(one.trials) for one in found)} trials of each method the one with the best "
-        f"validation accuracy,\n# mean of the seeds {seeds}. All trials are in trials.csv.\n"
+        f"# Made by tdpfed tune: of {count} trials of each method the one with the best validation accuracy,\n"
+        f"# mean of the seeds {seeds}.\n"
     ]
     for name in SECTIONS:
         values = _given(getattr(first.config, name)) if name != ALGORITHM else {}
@@ -186,9 +187,10 @@ def as_toml(found: Sequence[Search], folder: Path, source: str, overrides: Seque
     for one in found:
         best, chosen = one.best(folder), one.chosen(folder)
         if best is not None and chosen is not None:
-            said = f"# validation accuracy {_percent(best.score(folder))}, own values {_percent(one.trials[0].score(folder))}\n"
+            reached, own = (_percent(trial.score(folder)) for trial in (best, one.trials[0]))
             values = {**_given(chosen.method), **_server(chosen)}
-            parts.append(said + _table(f"{TABLES}.{_key(one.name)}", values))
+            table = _table(f"{TABLES}.{_key(one.name)}", values)
+            parts.append(f"# validation accuracy {reached}, own values {own}\n{table}")
     tuned = {one.name for one in found if one.best(folder) is not None}
     for name, table in raw.get(TABLES, {}).items():
         if name not in tuned:
