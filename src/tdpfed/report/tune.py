@@ -1,8 +1,8 @@
 """Tuning: the same number of trials for every method, judged by validation accuracy, on seeds that are not reported.
 
-The first trial of a method has the configuration's own values. The others are the points of a low-discrepancy sequence
-(the additive recurrence of the generalized golden ratio) over the method's learning rates, the keys that it declares
-with ``search``, and the server's rate. They do not depend on the number of trials, so that more trials can be added.
+The first trial of a method has the configuration's own values. The others are the points of a Sobol sequence over the
+method's learning rates, the keys that it declares with ``search``, and the server's rate. They do not depend on the
+number of trials, so that more trials can be added.
 Test samples play no part: a choice depends on samples that are held out of the clients' training samples.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tdpfed.config import Config
 from tdpfed.config.loading import SERVER, TABLES, flat, raw_config, toml_value
@@ -131,14 +133,13 @@ def search(config: Config, trials: int, seeds: int, data_root: Path | None = Non
         rate = config.server.rate
         ranges["server.rate"] = (SERVER_RATE[0] * rate, SERVER_RATE[1] * rate)
     whole = {f"algorithm.{name}" for name, hint in hints_of(type(config.method)).items() if hint is int}
+    tried: list[dict[str, Any]] = [{}]
+    for point in _points(len(ranges), trials - 1) if ranges else ():
+        drawn = {key: _value(place, limits) for (key, limits), place in zip(ranges.items(), point, strict=True)}
+        tried.append({key: round(value) if key in whole else value for key, value in drawn.items()})
     made, label = [], file_name(config.method_name)
-    for number, point in enumerate(_points(len(ranges), trials)):
-        values: dict[str, Any] = {}
-        if number:
-            drawn = {key: _value(place, limits) for (key, limits), place in zip(ranges.items(), point, strict=True)}
-            values = {key: round(value) if key in whole else value for key, value in drawn.items()}
-        tried = changed(held_out, values)
-        configs = [_seeded(tried, ahead) for ahead in range(AHEAD, AHEAD + seeds)]
+    for number, values in enumerate(tried):
+        configs = [_seeded(changed(held_out, values), ahead) for ahead in range(AHEAD, AHEAD + seeds)]
         cells = (Cell(f"{label}-trial{number}-seed{one.run.seed}", one) for one in configs)
         made.append(Trial(number, values, tuple(cells)))
     return Search(config.method_name, config, ranges, tuple(made))
@@ -235,13 +236,12 @@ def _seeded(config: Config, ahead: int) -> Config:
         raise error.within("run") from None
 
 
-def _points(dimensions: int, count: int) -> Iterator[list[float]]:
-    """Yield the first points of a low-discrepancy sequence in the unit cube; without dimensions a single one."""
-    ratio = 2.0
-    for _ in range(64):  # the root of x^(d + 1) = x + 1
-        ratio = (1 + ratio) ** (1 / (dimensions + 1))
-    for number in range(count if dimensions else 1):
-        yield [(0.5 + number * ratio ** -(axis + 1)) % 1 for axis in range(dimensions)]
+def _points(dimensions: int, count: int) -> list[list[float]]:
+    """Return points of the Sobol sequence in the unit cube, without the first two: its corner and its center."""
+    sequence = torch.quasirandom.SobolEngine(dimensions)
+    sequence.fast_forward(2)
+    found: list[list[float]] = sequence.draw(count, dtype=torch.float64).tolist()
+    return found
 
 
 def _is_log(limits: tuple[float, float]) -> bool:
