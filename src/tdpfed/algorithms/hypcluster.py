@@ -29,7 +29,7 @@ class HypCluster(FedAvg):
     summable = False
     averaged = ("models",)
 
-    clusters: int = hyper(2, "number of clusters, each with a model of its own", least=1, most=10**4)
+    clusters: int = hyper(2, "number of clusters, each with a model of its own", least=1, most=10**4, search=(1, 5))
     drawn_rounds: int = hyper(1, "rounds at the start in which a client's cluster is drawn at random", least=0)
     choice_batches: int = hyper(5, "minibatches on which a client compares the models", least=1, most=10**6)
 
