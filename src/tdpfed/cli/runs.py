@@ -173,14 +173,6 @@ def _run_seeds(folder: Path, data_root: Path | None, json_: bool, config: "Confi
         _grid(seeds_in(folder), folder, data_root, json_, _resume_hint(folder, data_root))
 
 
-<<<<<<< HEAD
-=======
-def say_stopping() -> None:
-    """Say that Ctrl-C was understood; written directly, because a signal may interrupt any print."""
-    os.write(2, b"\nstopping after this round, with a checkpoint; press Ctrl-C again to stop at once\n")
-
-
->>>>>>> tune
 def _resume_hint(folder: Path, data_root: Path | None) -> str:
     root = [] if data_root is None else ["--data-root", str(data_root)]
     return f"resume with: {shlex.join(['tdpfed', 'run', '--resume', str(folder), *root])}"
