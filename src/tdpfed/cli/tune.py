@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_code_of, find_own_code, print_json, print_stderr
-from tdpfed.cli.runs import say_stopping
 
 if TYPE_CHECKING:
     from tdpfed.report.tune import Search
@@ -50,6 +49,7 @@ def tune(
     from tdpfed.files import lock_folder, write_file
     from tdpfed.report.tune import as_csv, as_toml, searches
     from tdpfed.runs.grid import CellResult, check_cells, run_cells
+    from tdpfed.runs.progress import say_stopping
 
     source, names = source or "digits", ",".join(COMPARED) if algorithms is None else algorithms
     find_own_code(names)
@@ -96,7 +96,7 @@ def tune(
 
 def _table(found: "Sequence[Search]", folder: Path) -> Table:
     """Return what was chosen for each method."""
-    from tdpfed.cli.display import percent
+    from tdpfed.runs.progress import percent
 
     table = Table(title="Validation accuracy, mean of the seeds", box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in ("method", "own values", "best trial", "its values"):
