@@ -20,7 +20,7 @@ from tdpfed.core.setting import check, setting
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data.federation import Federation
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, unknown, wrong
 
 Draw = Callable[..., Tensor]
 """Maps counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""
@@ -58,6 +58,8 @@ def attackers(seed: int, clients: int, fraction: float) -> Tensor:
 
 def flip_labels(federation: Federation, attackers: Tensor) -> Federation:
     """Return the federation with training labels y of the clients in the mask replaced by ``classes - 1 - y``."""
+    if federation.targets != "classes":
+        raise wrong("robust.attack", "label-flip", f"another for targets that are {federation.targets}")
     y = federation.y.clone()
     for k in attackers.nonzero().flatten().tolist():
         train = slice(int(federation.train_start[k]), int(federation.train_start[k] + federation.train_size[k]))
