@@ -120,15 +120,9 @@ class Simulation:
             federation, held_out = federation.only(own), None if held_out is None else held_out.only(own)
         self.federation = federation
         self.runner = Runner(
-            self.algorithm,
-            self.objective,
-            federation,
-            runner,
-            chunk,
-            precision=precision,
-            public=self.public,
+            self.algorithm, self.objective, federation, runner, chunk, precision=precision, public=self.public,
             optimizer=optimizer,
-        )
+        )  # fmt: skip
         server, start = initial_state(self.algorithm, self.objective.initial(), seed)
         kept = server_step.start(server, self.algorithm) | self.downlink.start(server) | self.server_round.start(server)
         self.server = server | kept

@@ -186,13 +186,12 @@ def clipped(center: Tensor, bound: float | None, inner: VectorAverage) -> Vector
 
 def norm_of(rows: Tensor) -> Tensor:
     """Return the norms ``(K,)`` of rows in float64, also of rows whose squares overflow; inf or NaN if a value is."""
-    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
     if bool(norms.isfinite().all()):
         return norms
     peak = rows.abs().amax(-1).double()
     scaled = rows.double() / peak.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
-    long: Tensor = peak * torch.linalg.vector_norm(scaled, dim=-1)
-    return norms.where(norms.isfinite(), long)
+    return torch.where(norms.isfinite(), norms, peak * torch.linalg.vector_norm(scaled, dim=-1))
 
 
 def _sent(uploads: Tensor, weights: Tensor) -> Tensor:
