@@ -123,8 +123,9 @@ def parts(folder: Path) -> list[Path]:
 
 
 def said(folder: Path) -> str:
-    """What the last process of a run said on standard error; a kill is no damage, so it has nothing to say."""
-    return folder.with_suffix(".err").read_text()
+    """What the last process of a run said on standard error but its progress; a kill is no damage to speak of."""
+    lines = folder.with_suffix(".err").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("round "))
 
 
 def compare(left: Path, right: Path) -> None:

@@ -34,6 +34,13 @@ from tdpfed.engine.store import Store
 
 SHAPE, CLASSES = (1, 6, 6), 3
 
+
+def newest(run: Path) -> list[Path]:
+    """Return the files that belong only to the newest checkpoint of a run, or are of its round."""
+    stem = max(path.name for path in (run / "checkpoints").glob("*.json")).removesuffix(".json")
+    return sorted((run / "checkpoints").glob(f"{stem}*"))
+
+
 EVERY = [pytest.param(False, id="sample"), pytest.param(True, id="every", marks=pytest.mark.slow)]
 """For a law that holds at every place: a sample of the places by default, all of them with ``-m slow``."""
 

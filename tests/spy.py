@@ -23,9 +23,9 @@ class Spy:
             self.begun.append(path.name)
             return begin(config, path, root)
 
-        def spy_resume(path: Path, root: Path | None) -> Session:
+        def spy_resume(path: Path, root: Path | None, **more: Any) -> Session:
             self.resumed.append(path.name)
-            return resume(path, root)
+            return resume(path, root, **more)
 
         def spy_step(simulation: Simulation, *arguments: Any) -> None:
             self.rounds += 1

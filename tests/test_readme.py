@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import small
 from tdpfed import TDPFed
-from tdpfed.cli import app, display
+from tdpfed.cli import app
 from tdpfed.config.loading import load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs import experiment
+from tdpfed.runs import experiment, progress
 from tdpfed.server.records import Record
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -47,10 +47,10 @@ def test_every_command_line_in_readme_parses() -> None:
 
 def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(display, "Console", lambda **_: Console(file=screen, force_terminal=True, width=160))
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=160))
     simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1, s=1, s_prime=1))
     records: list[Record] = []
-    with display.progress(simulation, 2, records) as on_round:
+    with progress.progress(simulation, 2, records) as on_round:
         for record in simulation.run(2):
             records.append(record)
             on_round(simulation)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from tdpfed.cp.plan import FactorPlan
     from tdpfed.cp.tensorize import densify, tensorize
     from tdpfed.data import Federation, make_federation
-    from tdpfed.engine.result import Result, simulate
     from tdpfed.errors import TDPFedError
+    from tdpfed.runs.simulate import Result, simulate
+    from tdpfed.runs.trained import load_run
     from tdpfed.server.participation import Participation
     from tdpfed.server.step import ServerStep
     from tdpfed.wire import Wire
@@ -67,6 +68,7 @@ __all__ = [
     "Wire",
     "densify",
     "hyper",
+    "load_run",
     "make_federation",
     "simulate",
     "tensorize",
@@ -96,7 +98,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above instead
         "tdpfed.server.participation": ("Participation",),
         "tdpfed.server.step": ("ServerStep",),
         "tdpfed.wire": ("Wire",),
-        "tdpfed.engine.result": ("Result", "simulate"),
+        "tdpfed.runs.simulate": ("Result", "simulate"),
+        "tdpfed.runs.trained": ("load_run",),
         "tdpfed.errors": ("TDPFedError",),
         "tdpfed.cp.tensorize": ("densify", "tensorize"),
         "tdpfed.cp.plan": ("FactorPlan",),

@@ -193,7 +193,7 @@ def write_errors(field: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TDPFedError(f"{field}: cannot write to {str(path)!r} ({error.strerror or error})") from None
+        raise TDPFedError(f"cannot write to {str(path)!r} ({error.strerror or error})", field=field) from None
 
 
 def write_folder(

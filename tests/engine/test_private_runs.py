@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 import small
 from tdpfed.algorithms import Algorithm, FedAvg, FedAvgSAR, Local, PerFedAvg, PFedMe, TDPFed
 from tdpfed.cli import app
-from tdpfed.cli.display import progress, summary_table
+from tdpfed.cli.display import summary_table
 from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.experiment import prepare
+from tdpfed.runs.progress import progress
 from tdpfed.runs.session import Session
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import small
 from tdpfed.algorithms import FedAvg, Local, TDPFed
-from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.runs.progress import progress
 from tdpfed.runs.session import Session
 from tdpfed.server.participation import Participation
 from tdpfed.server.robust import Rule, krum, multi_krum, trimmed_mean

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 import small
 from tdpfed import FedAvg, Participation, PFedMe
 from tdpfed.engine.attacks import Attack
-from tdpfed.engine.result import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.runs.simulate import simulate
 
 
 def test_a_record_by_hand() -> None:

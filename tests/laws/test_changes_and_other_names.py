@@ -12,7 +12,6 @@ import small
 from hub import together
 from own_methods import OWN, Changes, Halves, Thirsty, Undeclared
 from tdpfed.algorithms import ALGORITHMS, Algorithm, FedAvg
-from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.core.state import Turn, layouts_of, lengths_of
 from tdpfed.engine.attacks import Attack
@@ -20,6 +19,7 @@ from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.runs.progress import progress
 from tdpfed.runs.session import Session
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Privacy

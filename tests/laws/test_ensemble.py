@@ -9,12 +9,12 @@ import torch
 
 import small
 from tdpfed.algorithms import FedAvg, PFedMe
-from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.progress import progress
 from tdpfed.runs.session import Session, run_together
 from tdpfed.server.participation import Participation
 

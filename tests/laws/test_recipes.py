@@ -20,10 +20,10 @@ from tdpfed.core.local import LocalWork
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.state import State
 from tdpfed.engine.ensemble import Ensemble
-from tdpfed.engine.result import simulate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError, each
 from tdpfed.runs.session import Session
+from tdpfed.runs.simulate import simulate
 
 ROUNDS, ETA = 3, 0.05
 RECIPES: dict[str, tuple[Optimizer, Callable[..., torch.optim.Optimizer], Callable[..., Any]]] = {

@@ -8,10 +8,10 @@ import torch
 import small
 from tdpfed.algorithms import FedAvg, PFedMe, TDPFed
 from tdpfed.core.state import Turn
-from tdpfed.engine.result import simulate
 from tdpfed.engine.runners import Runner
 from tdpfed.engine.simulation import Simulation
 from tdpfed.fast.gradient import RecordedGradient
+from tdpfed.runs.simulate import simulate
 from tdpfed.server.participation import Participation
 
 CLIENTS = 11

@@ -495,3 +495,25 @@ def test_a_zoom_survives_a_reload(page: Browser) -> None:
     click(page, "input[name=x][value=seconds]")
     assert page.do("document.querySelector('#curves .chart').layout.xaxis.range[1]") >= 10
     assert page.do("document.querySelector('#curves .chart').layout.xaxis.autorange") is True
+
+
+def test_the_samples_of_the_clients_are_a_heat_map(chrome: Browser, root: Path) -> None:
+    paths = [folders.with_data(folders.make(root / f"data-{seed}", seed=seed), seed) for seed in (0, 1)]
+    chrome.open(write_page(paths, root / "samples.html").page)
+    drawn = "document.querySelector('#samples .chart').data[0]"
+    assert chrome.do(f"{drawn}.type") == "heatmap"
+    assert chrome.do(f"{drawn}.z[1]") == pytest.approx([1 / 3, None, 2 / 3])
+    click(chrome, "#samples input[value='1']")
+    assert chrome.do(f"{drawn}.z[1]") == pytest.approx([1 / 4, 1 / 4, 2 / 4])
+    hover = chrome.do(f"{drawn}.text[1][1]")
+    assert "client ward-1, class &lt;b&gt;well&lt;/b&gt;" in hover
+    assert "1 sample," in hover
+    assert "<b>well</b>" in texts(chrome, "#samples .xtick text")
+    assert "ward-9" in texts(chrome, "#samples .ytick text")
+    assert chrome.do("document.querySelector('#clients .chart').data[0].text[3]") == "client ward-3, data-0"
+    quiet(chrome)
+
+
+def test_a_run_that_does_not_know_its_clients_has_no_heat_map(page: Browser) -> None:
+    assert page.do("document.querySelector('#samples').hidden")
+    assert page.do("document.querySelector('#clients .chart').data[0].text[3]").startswith("client 3, ")

@@ -21,6 +21,7 @@ from tdpfed.report import Report, export, figures, follow, read_run, write_page
 from tdpfed.report.page import render
 from tdpfed.report.plans import plan_of
 from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.seals import sealed
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -167,6 +168,55 @@ def test_refusals_are_counted_by_rule_and_client(tmp_path: Path) -> None:
     assert robust["clients"] == [["5", 2], ["6", 1], ["unknown", 1]]
     assert (robust["rejected"], robust["used"]["attack"], robust["used"]["hostile share"]) == (4, "gauge", "0.2")
     assert data_of(write_page([folders.make(tmp_path / "calm")]).page)["groups"][0]["robust"] is None
+
+
+def test_the_samples_of_runs_with_the_same_clients_are_on_the_page_once(tmp_path: Path) -> None:
+    paths = [folders.with_data(folders.make(tmp_path / f"{i}", seed=i // 2), i // 2) for i in range(4)]
+    data = data_of(write_page([*paths, folders.make(tmp_path / "old")], tmp_path / "page.html").page)
+    assert [run["federation"] for run in data["runs"]] == [0, 0, 1, 1, None]
+    one = data["federations"][1]
+    assert one["classes"] == ["ill", "<b>well</b>", "3"]
+    assert (one["size"], one["ids"], one["clients"]) == (10, *2 * [[f"ward-{k}" for k in range(10)]])
+    assert one["counts"] == [[k % 7, 1, 2] for k in range(10)]
+
+
+def test_samples_of_many_clients_are_thinned_and_uncounted_ones_left_out(tmp_path: Path) -> None:
+    many = tuple(str(k) for k in range(3001))
+    paths = [
+        folders.with_data(folders.make(tmp_path / "a"), ids=many),
+        folders.with_data(folders.make(tmp_path / "b"), counts=()),
+    ]
+    first, second = data_of(write_page(paths, tmp_path / "page.html").page)["federations"]
+    assert (len(first["counts"]), first["clients"][0], first["clients"][-1]) == (400, "0", "3000")
+    assert (first["size"], first["ids"], second["counts"], len(second["ids"])) == (3001, [], [], 10)
+
+
+def test_rejected_clients_have_their_ids(tmp_path: Path) -> None:
+    path = folders.with_data(folders.make(tmp_path / "run", status=None))
+    for client in (7, 99):
+        line = {"round": 1, "client": client, "rule": "size", "reason": "too long"}
+        with (path / "refusals.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    robust = data_of(write_page([path]).page)["groups"][0]["robust"]
+    assert robust["clients"] == [["ward-7", 1], ["99", 1]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": ["a"] * 9}, {"ids": list(range(10))}, {"class_counts": [[1, 2, 3]] * 9},
+        {"class_counts": [[1, 2]] * 10}, {"class_counts": [[1, 2, -3]] * 10}, {"class_counts": [3] * 10},
+        {"train_size": ["1"] * 10}, {"classes": 2.0}, {"class_names": ["ill"]},
+    ],
+)  # fmt: skip
+def test_a_card_that_does_not_fit_together_is_a_note(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = folders.with_data(folders.make(tmp_path / "run"))
+    values = json.loads((path / "federation.json").read_text())
+    del values["sha256"]
+    (path / "federation.json").write_text(sealed(json.dumps(values | change)))
+    report = write_page([path])
+    assert [note for note in report.notes if "federation.json is ignored" in note]
+    assert data_of(report.page)["federations"] == []
 
 
 def test_the_plan_is_that_of_the_configuration(tmp_path: Path) -> None:

@@ -75,10 +75,14 @@ def sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
-def needs(folder: Path, serial: int) -> set[str]:
+def needs(folder: Path, round_: int) -> set[str]:
     """The names of all files of a checkpoint."""
-    body = json.loads((folder / f"{serial:08}.json").read_text())
-    return {f"{serial:08}.json", body["server"]["name"], *(entry["name"] for entry in body["private"])}
+    body = json.loads((folder / f"checkpoint-{round_:06}.json").read_text())
+    return {f"checkpoint-{round_:06}.json", body["server"]["name"], *(entry["name"] for entry in body["private"])}
+
+
+def round_of(name: str) -> int:
+    return int(name.removeprefix("checkpoint-").partition(".")[0])
 
 
 # What is saved is what is loaded
@@ -138,7 +142,7 @@ def test_rows_pile_up_and_every_state_is_whole(tmp_path: Path, keep: int, few: i
         checkpoints.save(snapshot, changed if number % 11 else None)
         past.append(snapshot)
         newest = max(path.name for path in tmp_path.glob("*.json"))
-        heights.add(len(needs(tmp_path, int(newest[:8]))) - 2)
+        heights.add(len(needs(tmp_path, round_of(newest))) - 2)
         assert same(loaded(tmp_path), snapshot)
     assert len(list(tmp_path.glob("*.json"))) == keep
     assert max(heights) <= 4
@@ -150,10 +154,48 @@ def test_rows_pile_up_and_every_state_is_whole(tmp_path: Path, keep: int, few: i
 
 def test_what_changes_shape_is_written_whole(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    for clients in (4, 4, 6, 6, 5):
-        for snapshot, _ in states(2, clients=clients):
+    for number, clients in enumerate((4, 4, 6, 6, 5)):
+        for one, _ in states(2, clients=clients):
+            snapshot = replace(one, round=2 * number + one.round)
             checkpoints.save(snapshot, torch.arange(0))
             assert same(loaded(tmp_path), snapshot) or clients == 4
+
+
+def test_one_more_of_the_same_round_is_the_newer(tmp_path: Path) -> None:
+    """As after a damaged one, which keeps its name until it is removed."""
+    first, second, third = (replace(one, round=40) for one, _ in states(3))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(first, None)
+    checkpoints.save(second, None)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "checkpoint-000040.1.json", "checkpoint-000040.json",
+    ]  # fmt: skip
+    assert same(loaded(tmp_path), second)
+    (tmp_path / "checkpoint-000040.1-server.safetensors").write_bytes(b"?")
+    resumed = Checkpoints(tmp_path)
+    assert resumed.load() is not None
+    resumed.save(third, None)
+    assert same(loaded(tmp_path), third)
+
+
+def test_names_of_older_versions_are_read_and_give_way_to_new_ones(tmp_path: Path) -> None:
+    past = states(3)
+    Checkpoints(tmp_path).save(*past[1])
+    for path in tmp_path.iterdir():
+        text = path.read_bytes()
+        if path.suffix == ".json":
+            body = {name: value for name, value in json.loads(text).items() if name != "sha256"}
+            renamed = json.dumps(body).replace("checkpoint-000002", "00000007")
+            text = sealed(renamed).encode()
+        path.unlink()
+        (tmp_path / path.name.replace("checkpoint-000002", "00000007")).write_bytes(text)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    found = checkpoints.load()
+    assert found is not None
+    assert same(found[0], past[1][0])
+    checkpoints.save(*past[2])
+    assert same(loaded(tmp_path), past[2][0])
+    assert [path.name for path in tmp_path.glob("*.json")] == ["checkpoint-000003.json"]
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -417,13 +459,13 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     checkpoints, past = Checkpoints(tmp_path, 3), states(5)
     for snapshot, _ in past[:3]:
         checkpoints.save(snapshot, None)
-    (tmp_path / "00000003-server.safetensors").unlink()
+    (tmp_path / "checkpoint-000003-server.safetensors").unlink()
     resumed = Checkpoints(tmp_path, 3)
     assert resumed.load() is not None
     resumed.save(past[3][0], None)
-    assert sorted(path.name[:8] for path in tmp_path.glob("*.json")) == ["00000001", "00000002", "00000003"]
-    assert same(loaded(tmp_path), past[3][0])  # the third is the new one
-    (tmp_path / "00000003.json").unlink()
+    assert sorted(round_of(path.name) for path in tmp_path.glob("*.json")) == [1, 2, 4]
+    assert same(loaded(tmp_path), past[3][0])
+    (tmp_path / "checkpoint-000004.json").unlink()
     assert same(loaded(tmp_path, warnings=1), past[1][0])
 
 
@@ -442,7 +484,7 @@ def test_rows_that_vanish_while_the_run_goes_on_are_written_again(tmp_path: Path
     checkpoints, past = Checkpoints(tmp_path), states(4, few=1)
     for snapshot, changed in past[:2]:
         checkpoints.save(snapshot, changed)
-    (tmp_path / "00000001-private.safetensors").unlink()
+    (tmp_path / "checkpoint-000001-private.safetensors").unlink()
     checkpoints.save(*past[2])
     assert same(loaded(tmp_path), past[2][0])
 
@@ -460,7 +502,7 @@ def test_rows_that_vanish_while_the_run_goes_on_are_written_again(tmp_path: Path
 def test_a_forged_manifest_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(*states(1)[0])
-    manifest = tmp_path / "00000001.json"
+    manifest = tmp_path / "checkpoint-000001.json"
     body = {name: value for name, value in json.loads(manifest.read_text()).items() if name != "sha256"}
     manifest.write_bytes(sealed(json.dumps(body | change)).encode())
     with pytest.raises(TDPFedError) as error:
@@ -522,7 +564,7 @@ def test_killed_at_every_instant_of_a_save(tmp_path: Path, before: int) -> None:
             assert same(found[0], past[found[0].round - 1][0])
         resumed.save(past[before + 1][0], None)
         assert same(loaded(folder), past[before + 1][0])
-        wanted = set().union(*(needs(folder, int(path.name[:8])) for path in folder.glob("*.json")))
+        wanted = set().union(*(needs(folder, round_of(path.name)) for path in folder.glob("*.json")))
         assert sizes(folder).keys() == wanted
         assert len(list(folder.glob("*.json"))) == min(2, 1 + (found is not None))
     assert seen == set(CALLS) - (set() if before == 5 else {"unlink"})
@@ -563,18 +605,18 @@ def test_killed_while_it_drops_a_damaged_one(tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path / str(number))
         for snapshot, _ in past[:2]:
             checkpoints.save(snapshot, None)
-        (tmp_path / str(number) / "00000002-server.safetensors").write_bytes(b"?")
+        (tmp_path / str(number) / "checkpoint-000002-server.safetensors").write_bytes(b"?")
         assert checkpoints.load() is not None
         going = kill(checkpoints, past[2][0], number)
         found = Checkpoints(tmp_path / str(number)).load()
         assert found is not None
         assert same(found[0], past[0][0]) or same(found[0], past[2][0])
-        assert all("00000002-server.safetensors" in warning for warning in found[1]), found[1]
+        assert all("checkpoint-000002-server.safetensors" in warning for warning in found[1]), found[1]
     assert number > 12
 
 
 def test_leftovers_make_room_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / "00000007-private.safetensors.part"
+    left = tmp_path / "checkpoint-000007-private.safetensors.part"
     left.write_bytes(b"much")
     write, there = os.write, []
 
@@ -633,10 +675,10 @@ def test_everything_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(os, "replace", move)
     checkpoints.save(*states(1)[0])
-    files = ["00000001-server.safetensors", "00000001-private.safetensors"]
-    parts = [f"{name}.part" for name in (*files, "00000001.json")]
+    files = ["checkpoint-000001-server.safetensors", "checkpoint-000001-private.safetensors"]
+    parts = [f"{name}.part" for name in (*files, "checkpoint-000001.json")]
     moves = [f"-> {name}" for name in files]
-    assert events == [tmp_path.name, *parts, "new", *moves, "new", "-> 00000001.json", "new"]
+    assert events == [tmp_path.name, *parts, "new", *moves, "new", "-> checkpoint-000001.json", "new"]
 
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
@@ -695,5 +737,5 @@ def test_the_folder_does_not_grow(tmp_path: Path, few: int) -> None:
         found = sizes(tmp_path)
         assert len(found) <= 2 + 2 * 8
         assert sum(found.values()) < 2 * (2 * whole + 6000)
-    assert {"notes.txt", "00000001.txt", "00000199.json", "00000200.json"} <= found.keys()
+    assert {"notes.txt", "00000001.txt", "checkpoint-000199.json", "checkpoint-000200.json"} <= found.keys()
     assert len(list(tmp_path.glob("*.json"))) == 2

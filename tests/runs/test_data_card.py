@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tdpfed.cli.display import no_progress
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.report.read import read_run
 from tdpfed.runs.data_card import DataCard
+from tdpfed.runs.progress import no_progress
 from tdpfed.runs.session import Session
 
 SETTINGS = ["run.rounds=2", "model.name=logistic", "algorithm.name=fedavg", "algorithm.tau=1", "checkpoint.every=1"]

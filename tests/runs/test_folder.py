@@ -11,12 +11,12 @@ import torch
 import small
 import tdpfed
 from tdpfed import Local, TDPFed
-from tdpfed.cli.display import progress
 from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.progress import progress
 from tdpfed.runs.seals import Tail, link_of, linked
 from tdpfed.runs.session import Session
 from tdpfed.runs.summary import device_name, facts_of, summarize

@@ -224,3 +224,49 @@ def test_a_run_with_several_seeds_is_the_runs_of_each(tmp_path: Path) -> None:
         grid.seeds_in(folder)
     with pytest.raises(TDPFedError, match="--out"):
         grid.begin_seeds(config, tmp_path / "alone")
+
+
+def test_more_rounds_extend_finished_runs_to_the_bits_of_longer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = [cell(f"fedavg-{seed}", f"run.seed={seed}", "run.rounds=6") for seed in range(2)]
+    run(longer, tmp_path / "whole")
+    run(seeds(2), tmp_path / "grid")
+    spy = Spy(monkeypatch)
+    extended = run(longer, tmp_path / "grid")
+    assert (spy.begun, spy.rounds) == ([], 4)  # two more rounds each
+    assert [(one.error, one.kept, status(one.path)) for one in extended] == [(None, False, "finished")] * 2
+    for one in longer:
+        assert metrics(tmp_path / "grid" / one.name) == metrics(tmp_path / "whole" / one.name)
+        texts = {(tmp_path / place / one.name / "config.toml").read_text() for place in ("grid", "whole")}
+        assert len(texts) == 1
+    assert all(one.kept for one in run(longer, tmp_path / "grid"))
+
+
+def test_an_interrupted_extension_goes_on(tmp_path: Path) -> None:
+    longer = [cell("fedavg-0", "run.rounds=8")]
+    run([cell("fedavg-0")], tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(longer, tmp_path, stop_at=("fedavg-0", 7))
+    run(longer, tmp_path)
+    assert [line["round"] for line in metrics(tmp_path / "fedavg-0")] == [2, 4, 6, 8]
+    assert status(tmp_path / "fedavg-0") == "finished"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "field"),
+    [
+        (("optimizer.schedule=cosine",), ("optimizer.schedule=cosine", "run.rounds=6"), "run.rounds"),
+        ((), ("algorithm.eta=0.2", "run.rounds=6"), "algorithm.eta"),
+        (("run.rounds=6",), (), None),
+    ],
+    ids=["the rates depend on the rounds", "other settings too", "fewer rounds"],
+)
+def test_other_changes_are_refused(
+    before: tuple[str, ...], after: tuple[str, ...], field: str | None, tmp_path: Path
+) -> None:
+    run([cell("fedavg-0", *before)], tmp_path)
+    with pytest.raises(TDPFedError) as error:
+        run([cell("fedavg-0", *after)], tmp_path)
+    assert error.value.field == field
+    assert status(tmp_path / "fedavg-0") == "finished"

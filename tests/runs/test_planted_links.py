@@ -24,9 +24,10 @@ QUICK = [
 MINE = b"somebody's own content\n"
 FILES = [
     "config.toml", "config.toml.part", "metrics.jsonl", "metrics.jsonl.part", "summary.json", "summary.json.part",
-    "refusals.jsonl", "refusals.jsonl.part", "checkpoints/00000002.json", "checkpoints/00000002.json.part",
-    "checkpoints/00000002-server.safetensors", "checkpoints/00000002-server.safetensors.part",
-    "checkpoints/00000003-private.safetensors.part",
+    "refusals.jsonl", "refusals.jsonl.part",
+    "checkpoints/checkpoint-000002.json", "checkpoints/checkpoint-000002.json.part",
+    "checkpoints/checkpoint-000002-server.safetensors", "checkpoints/checkpoint-000002-server.safetensors.part",
+    "checkpoints/checkpoint-000004-private.safetensors.part",
 ]  # fmt: skip
 """Names that a run writes, with their temporary ones."""
 

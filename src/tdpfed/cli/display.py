@@ -1,7 +1,7 @@
-"""Terminal output: the live progress of runs (on standard error), and tables."""
+"""Terminal output: the progress of grids of runs (on standard error), and tables."""
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,11 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.engine.simulation import Simulation
 from tdpfed.report import table as tables
 from tdpfed.runs.grid import Cell, CellResult
+from tdpfed.runs.progress import Pace, percent, say
 from tdpfed.runs.session import Session
-from tdpfed.server.records import Record
 
 COLUMNS = {
     "personalized %": "personal %", "global %": "global %", "worst decile %": "worst decile %", "up MB": "up MB",
@@ -26,44 +25,14 @@ COLUMNS = {
 """The columns of a comparison shown in the terminal, with shorter headings; the files have more columns."""
 
 
-@contextmanager
-def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
-    """Show a bar with accuracy, loss, megabytes sent and time left; yield a function to call after each round."""
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        title = f"{simulation.algorithm.name} on {simulation.federation.name}"
-        task = bar.add_task(title, total=rounds, state="")
-
-        def on_round(current: Simulation) -> None:
-            accuracy = records[-1].personalized_accuracy if records else None
-            sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
-            loss = "-" if current.train_loss is None else f"{current.train_loss:.4f}"
-            last = records[-1] if records else None
-            private = last is not None and last.epsilon is not None
-            spent = f"  epsilon {last.epsilon:.3f} at round {last.round}" if last and private else ""
-            state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB{spent}"
-            bar.update(task, completed=current.round, state=state)
-
-        yield on_round
-
-
-@contextmanager
-def no_progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
-    """Show nothing."""
-    del simulation, rounds, records
-    yield lambda _: None
-
-
 class GridProgress:
-    """On a terminal, a bar for all runs of a grid and one for the current runs; a line for each finished run."""
+    """Bars for all runs of a grid and for the current ones, elsewhere plain lines; a line for each finished run."""
 
     def __init__(self, cells: Sequence[Cell], bar: Progress) -> None:
         self.bar, self.runs, self.ended, self.kept = bar, len(cells), 0, 0
-        self.all = bar.add_task("all runs", total=sum(cell.config.run.rounds for cell in cells), state="")
+        total = sum(cell.config.run.rounds for cell in cells)
+        self.pace, self.done = Pace(total), 0
+        self.all = bar.add_task("all runs", total=total, state="")
         self.now = bar.add_task("", total=None, state="", visible=False)
         self.rounds: dict[str, int] = {}
         self.warned: set[str] = set()
@@ -80,13 +49,18 @@ class GridProgress:
         rounds, name = session.simulation.round, session.folder.path.name
         step, self.rounds[name] = rounds - self.rounds.get(name, 0), rounds
         accuracy = session.records[-1].personalized_accuracy if session.records else None
-        self.bar.update(self.now, advance=step, state=f"accuracy {percent(accuracy)}")
+        state = f"accuracy {percent(accuracy)}"
+        self.bar.update(self.now, advance=step, state=state)
         self.bar.update(self.all, advance=step)
+        self.done += step
+        if not self.bar.console.is_terminal and (left := self.pace.left(self.done)):
+            say(f"{name}: round {rounds} of {session.config.run.rounds}  {state}; all runs: {left}")
 
     def end(self, result: CellResult) -> None:
         """Show the result of a run."""
         rounds, name = result.cell.config.run.rounds, result.cell.name
         self.ended += 1
+        self.done += rounds - self.rounds.get(name, 0)
         self.bar.update(self.all, advance=rounds - self.rounds.get(name, 0), state=f"{self.ended} of {self.runs} runs")
         for warning in [one for one in result.warnings if one not in self.warned]:
             self.warned.add(warning)  # runs of one configuration share their warnings
@@ -216,8 +190,3 @@ def hanging(line: str, indent: int) -> None:
             line, console.width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
         )
     typer.echo(line)
-
-
-def percent(fraction: float | None) -> str:
-    """Return a fraction as a percentage with two decimals, or a dash."""
-    return "-" if fraction is None else f"{100 * fraction:.2f} %"

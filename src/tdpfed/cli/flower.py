@@ -158,8 +158,9 @@ def demo(
 ) -> None:
     """Run a federation on this machine: a SuperLink and SuperNodes as real processes, with TLS and authentication."""
     _require_flower()
-    from tdpfed.cli.display import percent, summary_table
+    from tdpfed.cli.display import summary_table
     from tdpfed.flower.demo import plan, run_demo
+    from tdpfed.runs.progress import percent
 
     find_own_code(algorithm or "")
     planned = plan(out, nodes, rounds, algorithm, set_ or (), own, node_config, insecure)

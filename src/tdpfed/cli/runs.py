@@ -1,6 +1,5 @@
 """Commands that run experiments, and the one that reports their results."""
 
-import os
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
@@ -51,11 +50,12 @@ def run(
 
     In several processes, with the same results: torchrun --nproc-per-node 2 -m tdpfed run ...
     """
-    from tdpfed.cli.display import no_progress, progress, summary_table
+    from tdpfed.cli.display import summary_table
     from tdpfed.config import load_config
     from tdpfed.engine.ranks import joined
     from tdpfed.runs.folder import file_name
     from tdpfed.runs.grid import has_seeds
+    from tdpfed.runs.progress import no_progress, progress, say_stopping
     from tdpfed.runs.session import Session
 
     with joined() as ranks:
@@ -85,7 +85,7 @@ def run(
             session.run(no_progress)
             return None
         print_stderr(f"warning: {warning}" for warning in session.warnings)
-        summary = session.run(progress, _say_stopping)
+        summary = session.run(progress, say_stopping)
     path = session.folder.path
     if json_:
         print_json({**summary, "folder": str(path)})
@@ -173,11 +173,6 @@ def _run_seeds(folder: Path, data_root: Path | None, json_: bool, config: "Confi
         _grid(seeds_in(folder), folder, data_root, json_, _resume_hint(folder, data_root))
 
 
-def _say_stopping() -> None:
-    """Say that Ctrl-C was understood; written directly, because a signal may interrupt any print."""
-    os.write(2, b"\nstopping after this round, with a checkpoint; press Ctrl-C again to stop at once\n")
-
-
 def _resume_hint(folder: Path, data_root: Path | None) -> str:
     root = [] if data_root is None else ["--data-root", str(data_root)]
     return f"resume with: {shlex.join(['tdpfed', 'run', '--resume', str(folder), *root])}"
@@ -196,12 +191,13 @@ def _grid(
     from tdpfed.cli.display import comparison_table, grid_progress
     from tdpfed.report.compare import CAPTION, conclude
     from tdpfed.runs.grid import run_cells
+    from tdpfed.runs.progress import say_stopping
 
     try:
         with grid_progress(cells) as show:
             results = run_cells(
                 cells, folder, data_root, on_start=show.start, on_round=show.round, on_end=show.end,
-                on_stop=_say_stopping,
+                on_stop=say_stopping,
             )  # fmt: skip
     except KeyboardInterrupt:
         print_stderr([f"interrupted; {resume_hint}"])
@@ -249,6 +245,7 @@ def reproduce(
     from tdpfed.paper import experiment
     from tdpfed.report.figures import check
     from tdpfed.runs.grid import check_cells, finished, run_cells
+    from tdpfed.runs.progress import say_stopping
 
     study = experiment.find(name)
     folder = out or Path("runs") / f"reproduce-{name}"
@@ -271,7 +268,7 @@ def reproduce(
             with grid_progress(cells) as show:
                 results = run_cells(
                     cells, folder / "runs", data_root, on_start=show.start, on_round=show.round, on_end=show.end,
-                    on_stop=_say_stopping,
+                    on_stop=say_stopping,
                 )  # fmt: skip
         except KeyboardInterrupt:
             print_stderr(["interrupted; resume with the same command and --resume"])

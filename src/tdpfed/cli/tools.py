@@ -1,23 +1,18 @@
-"""Commands that show information: configuration keys, presets, factor plans, data sets."""
+"""Commands that show information: configuration keys, presets, factor plans."""
 
 import json
 import tomllib
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
+from tdpfed.cli.base import Json, app, find_own_code, print_json
 from tdpfed.errors import TDPFedError
 
 LEAST_COMPRESSION = 1e-6
 """A smaller rate is none: already at 1 and below every parameter stays dense."""
-
-data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List data sets, or download one.")
-app.add_typer(data, name="data")
 
 
 @app.command()
@@ -121,43 +116,6 @@ def plan(
             "total": {"dense": made.dense.size, "factored": made.factors.size, "rate": made.compression_rate},
         }
     )
-
-
-@data.command("list")
-def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
-    """List the data sets: samples, shape, classes and location."""
-    from tdpfed.cli.display import show
-    from tdpfed.data import available
-
-    listings = available(data_root)
-    if json_:
-        print_json(
-            {name: {**asdict(entry), "path": entry.path and str(entry.path)} for name, entry in listings.items()}
-        )
-        return
-    table = Table("data set", "samples", "shape", "classes", "location")
-    for name, entry in listings.items():
-        where = "embedded" if entry.embedded else str(entry.path or "not found; tdpfed data get " + name)
-        samples = "-" if entry.samples is None else f"{entry.samples:,}"
-        table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
-    show(table)
-
-
-@data.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set listed by `tdpfed data list`.")],
-    data_root: DataRoot = None,
-    json_: Json = False,
-) -> None:
-    """Find a data set, or download it and verify its checksum; then check that it can be read."""
-    from tdpfed.data import load
-
-    found = load(name, data_root)
-    result = {"name": found.name, "samples": len(found.y), "shape": found.x.shape[1:], "classes": found.classes}
-    if json_:
-        print_json(result)
-    else:
-        Console().print(", ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def _pair(option: str, text: str) -> tuple[str, int]:

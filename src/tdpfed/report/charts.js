@@ -175,13 +175,19 @@ function moments(values) {
   return [mean, Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1 || 1))];
 }
 
+/* A client's id, unless the page has only quantiles of all clients. */
+function clientName(run, client) {
+  const { ids, size } = DATA.federations[run.federation] || { ids: [] };
+  return ids.length === run.clients.length ? `client ${ids[client]}` : size > run.clients.length ? "a client" : `client ${client}`;
+}
+
 function clientTraces(shown) {
   return [...shown].reverse().map((index) => {
     const group = DATA.groups[index], { color, symbol } = look(index), values = [], names = [];
     for (const i of group.counted) {
       const run = DATA.runs[i];
       run.clients.forEach((accuracy, client) => {
-        if (accuracy !== null) { values.push(100 * accuracy); names.push(`client ${client}, ${plain(run.name)}`); }
+        if (accuracy !== null) { values.push(100 * accuracy); names.push(`${plain(clientName(run, client))}, ${plain(run.name)}`); }
       });
     }
     return {
@@ -201,6 +207,27 @@ function drawClients(node, shown) {
   const rows = { type: "category", showgrid: false, categoryorder: "array", categoryarray: [...shown].reverse().map(String), ...ticks };
   plot(node, traces, layoutOf("personalized accuracy, %", "", { yaxis: rows }), "Accuracy of each client");
 }
+
+/* Classes by client: the color is the share of the client's samples, the number how many there are. */
+function drawCounts(node, { clients, classes, counts }) {
+  const most = node.clientWidth < 500 ? 14 : 34, every = Math.ceil(clients.length / 60), written = counts.length <= 60 && classes.length <= 20;
+  const share = counts.map((row) => { const all = row.reduce((sum, n) => sum + n, 0); return row.map((n) => (n ? n / all : null)); });
+  const hover = counts.map((row, k) => row.map((n, c) => `client ${plain(clients[k])}, class ${plain(classes[c])}:<br>${count(n, "sample")}, ${(100 * (share[k][c] || 0)).toFixed(1)} % of its own`));
+  node.style.height = `${90 + Math.max(120, Math.min(1100, clients.length * (written ? 19 : 13)))}px`;
+  const ticks = clients.map((_, k) => k).filter((k) => k % every === 0);
+  const trace = {
+    type: "heatmap", z: share, zmin: 0, zmax: Math.max(...share.flat()), text: hover, hovertemplate: "%{text}<extra></extra>", xgap: written ? 1 : 0, ygap: written ? 1 : 0,
+    colorscale: [[0, css("--soft")], [1, css("--c0")]], colorbar: { title: { text: "share" }, tickformat: ".0%", outlinewidth: 0, thickness: 12, len: 1 },
+  };
+  const label = (n, c, k) => ({ x: c, y: k, text: n.toLocaleString("en"), showarrow: false, font: { size: 10, color: share[k][c] > 0.6 * trace.zmax ? css("--bg") : css("--fg") } });
+  plot(node, [trace], layoutOf("class", "client", {
+    xaxis: { showgrid: false, side: "bottom", ...(classes.length <= 40 ? { tickvals: classes.map((_, c) => c), ticktext: classes.map((name) => plain(short(spelled(name), 14))) } : {}) },
+    yaxis: { showgrid: false, autorange: "reversed", tickvals: ticks, ticktext: ticks.map((k) => plain(short(clients[k], most))) },
+    annotations: written ? counts.flatMap((row, k) => row.flatMap((n, c) => (n ? [label(n, c, k)] : []))) : [],
+  }), "Samples of each class and client");
+}
+
+function spelled(name) { return { "\n": "⏎", " ": "␣" }[name] || name; }
 
 function drawSeries(node, shown, field, yTitle, yaxis) {
   const traces = shown.flatMap((index) => DATA.groups[index].runs

@@ -290,6 +290,22 @@ function clients() {
   });
 }
 
+function samples() {
+  panel("samples", "Samples", (body) => {
+    const all = [...new Set(runsOf(members()).map((run) => run.federation))].filter((i) => i !== null && DATA.federations[i].counts.length).map(String);
+    if (!all.length) return false;
+    const seed = (i) => DATA.runs.find((run) => String(run.federation) === i).seed;
+    const at = chosen("federation", all, all[0]), { size, clients: rows, classes, all_classes: total } = DATA.federations[at];
+    if (all.length > 1) body.append(el("div", { class: "controls" }, segments("Partition", "federation", Object.fromEntries(all.map((i) => [i, seed(i) === null ? i : `seed ${seed(i)}`])), all[0], () => {
+      redraw(); document.querySelector("input[name=federation]:checked").focus();
+    })));
+    const part = (shownOnes, of, word) => (shownOnes < of ? ` ${shownOnes} of ${of.toLocaleString("en")} ${word} are shown.` : "");
+    const [figure, node] = chart("", "How many samples of each class every client has, training and test together; the color is their share of the client's samples." + part(rows.length, size, "clients") + part(classes.length, total, "classes"));
+    body.append(figure);
+    return drawCounts(node, DATA.federations[at]);
+  });
+}
+
 function plans() {
   panel("plan", "Factor plan", (body) => {
     const now = members().filter((i) => DATA.groups[i].plan), seen = new Map();
@@ -410,6 +426,7 @@ notices();
 results();
 curves();
 clients();
+samples();
 plans();
 diagnostics();
 robust();

@@ -1,11 +1,12 @@
 """Checkpoints: the state of a run on disk, so that a killed run resumes and ends with the same bits.
 
-A checkpoint is a manifest, ``SERIAL.json``: round, metadata, and the size and SHA-256 sum of every file it needs and of
-itself. One safetensors file holds the server's state and the clients' initial state. The rows of clients that have
-trained are a stack of layers: each save adds a layer with the rows changed since. A new layer is merged with those
-below it that have at most twice its number of rows, so the stack stays low and the cost of a save is about that of the
-changed rows. A large layer is split into several files. Files are written under a temporary name, flushed and renamed,
-the manifest last: a checkpoint exists if its manifest does.
+A checkpoint is a manifest, ``checkpoint-ROUND.json``: round, metadata, and the size and SHA-256 sum of every file it
+needs and of itself; a further one of the same round, after a damaged one, is ``checkpoint-ROUND.1.json``. One
+safetensors file holds the server's state and the clients' initial state. The rows of clients that have trained are a
+stack of layers: each save adds a layer with the rows changed since. A new layer is merged with those below it that have
+at most twice its number of rows, so the stack stays low and the cost of a save is about that of the changed rows. A
+large layer is split into several files. Files are written under a temporary name, flushed and renamed, the manifest
+last: a checkpoint exists if its manifest does.
 
 Checkpoints do not share files: a save builds on the oldest, which it replaces. A damaged file affects only one of them.
 """
@@ -37,7 +38,12 @@ from tdpfed.runs.snapshot import split_by_size
 
 FORMAT = 2
 
-_NAME = re.compile(r"([0-9]{8,})(\.json|-server\.safetensors|-private(?:-[0-9]+)?\.safetensors)(\.part)?")
+_NAME = re.compile(
+    r"(?:checkpoint-(?P<round>[0-9]{6,})(?:\.(?P<again>[0-9]+))?|(?P<old>[0-9]{8,}))"
+    r"(?P<kind>\.json|-server\.safetensors|-private(?:-[0-9]+)?\.safetensors)(\.part)?"
+)
+Serial = tuple[int, int]
+"""What orders checkpoints: their round, and how many there were of it; (-1, number) for those of older versions."""
 Make = Callable[[State, int], Rows]
 
 
@@ -52,7 +58,7 @@ class _File:
 class _Saved:
     """A checkpoint that this process has written or read completely."""
 
-    serial: int
+    serial: Serial
     server: _File
     layers: tuple[tuple[tuple[_File, ...], Tensor], ...]  # files and client ids; later layers take precedence
     changed: Tensor  # (K,) bool, which clients have changed since
@@ -75,7 +81,7 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self._spec: dict[str, str] | None = None
         self._saved: list[_Saved] = []  # known to be good, oldest first
-        self._damaged: set[int] = set()
+        self._damaged: set[Serial] = set()
 
     def save(self, snapshot: Snapshot, changed: Tensor | None) -> None:
         """Write a checkpoint; ``changed`` are the ids of clients changed since the last save, None means all.
@@ -126,7 +132,7 @@ class Checkpoints:
         found = []
         for serial in self._serials() if self.folder.exists() else []:
             with suppress(_DamagedError, KeyError, TypeError, ValueError):
-                found.append(int(_manifest(self.folder / f"{serial:08}.json")["round"]))
+                found.append(int(_manifest(self.folder / f"{_stem(serial)}.json")["round"]))
         return found
 
     def _refuse_link(self) -> None:
@@ -147,7 +153,8 @@ class Checkpoints:
     def _layers_for(self, private: Rows) -> tuple[tuple[tuple[tuple[_File, ...], Tensor], ...], Tensor]:
         """Return the layers that a new checkpoint keeps, and the ids of the clients in its new layer."""
         base = self._saved[0] if len(self._saved) == self.keep else None
-        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self.folder)}
+        with os.scandir(self.folder) as entries:
+            sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
         if base is None or any(sizes.get(file.name) != file.size for file in base.files):
             return (), private.touched.nonzero().flatten()
         layers, ids = list(base.layers), (base.changed & private.touched).nonzero().flatten()
@@ -156,22 +163,25 @@ class Checkpoints:
         return tuple(layers), ids
 
     def _write(self, snapshot: Snapshot) -> _Saved:
-        serial = 1 + max(self._names().values(), default=0)
-        private = snapshot.private
+        if bad := _not_finite(snapshot.server):
+            raise TDPFedError(f"checkpoint: {bad!r} of the server's state is not finite, nothing is saved")
+        there = [again for round_, again in self._names().values() if round_ == snapshot.round]
+        serial = snapshot.round, max(there, default=-1) + 1
+        stem, private = _stem(serial), snapshot.private
         layers, ids = self._layers_for(private)
         start = {f"start.{name}": value for name, value in private.start.items()}
         # All temporary names first, also the manifest's: data files without any manifest mean that it was deleted.
-        server = self._part(f"{serial:08}-server.safetensors", to_bytes(_for_safetensors(snapshot.server | start)))
+        server = self._part(f"{stem}-server.safetensors", to_bytes(for_safetensors(snapshot.server | start)))
         new: list[_File] = []
         for some in split_by_size(private, ids) if len(ids) or not layers else ():
             rows = {f"private.{name}": value for name, value in private.rows(some).items()}
-            name = f"{serial:08}-private{f'-{len(new)}' if new else ''}.safetensors"
-            new.append(self._part(name, to_bytes(_for_safetensors(rows) | {"ids": some.clone()})))
+            name = f"{stem}-private{f'-{len(new)}' if new else ''}.safetensors"
+            new.append(self._part(name, to_bytes(for_safetensors(rows) | {"ids": some.clone()})))
         layers = (*layers, (tuple(new), ids)) if new else layers
         saved = _Saved(serial, server, layers, torch.zeros(private.clients, dtype=torch.bool))
         state = {"server": asdict(server), "private": [asdict(file) for file in saved.files[1:]]}
         body = {"format": FORMAT, "round": snapshot.round, "meta": snapshot.meta, "clients": private.clients} | state
-        manifest = self._part(f"{serial:08}.json", sealed(json.dumps(body)).encode())
+        manifest = self._part(f"{stem}.json", sealed(json.dumps(body)).encode())
         for names in ([], [file.name for file in (server, *new)], [manifest.name]):
             for name in names:
                 os.replace(part_of(self.folder / name), self.folder / name)
@@ -183,23 +193,25 @@ class Checkpoints:
         write_part(part_of(self.folder / name), data)
         return _File(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def _read(self, serial: int, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
+    def _read(self, serial: Serial, device: torch.device, make: Make) -> tuple[Snapshot, _Saved]:
         """Return a checkpoint, with all checksums verified."""
-        path = self.folder / f"{serial:08}.json"
+        path = self.folder / f"{_stem(serial)}.json"
         try:
             body = _manifest(path)
             server = _File(**body["server"])
             state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
             start = {name: state.pop(f"start.{name}") for name in _names_after("start.", state)}
+            if bad := _not_finite(state):
+                raise _DamagedError(f"{str(self.folder / server.name)!r} holds {bad!r}, which is not finite")
             private = make(start, body["clients"])
-            layers: dict[str, tuple[tuple[_File, ...], Tensor]] = {}
+            layers: dict[Serial, tuple[tuple[_File, ...], Tensor]] = {}
             for file in (_File(**entry) for entry in body["private"]):
                 some = from_bytes(self._checked(file))
                 ids, rows = some.pop("ids"), {name: some[f"private.{name}"] for name in _names_after("private.", some)}
                 private.put(ids, rows)
-                number = file.name.partition("-")[0]
-                files, known = layers.get(number, ((), ids[:0]))
-                layers[number] = ((*files, file), torch.cat([known, ids]))
+                origin = _serial(file.name)
+                files, known = layers.get(origin, ((), ids[:0]))
+                layers[origin] = ((*files, file), torch.cat([known, ids]))
             saved = _Saved(serial, server, tuple(layers.values()), torch.zeros(private.clients, dtype=torch.bool))
             return Snapshot(body["round"], state, private, body["meta"]), saved
         except (TDPFedError, MemoryError, torch.OutOfMemoryError):  # not enough memory for the rows
@@ -208,8 +220,7 @@ class Checkpoints:
             raise _DamagedError(f"{str(path)!r} does not fit its files ({error})") from None
 
     def _checked(self, file: _File) -> bytes:
-        if not _NAME.fullmatch(file.name):
-            raise ValueError(f"{file.name!r} is no file of a checkpoint")
+        _serial(file.name)  # no path to elsewhere
         data = _read_bytes(self.folder / file.name, file.size)
         if hashlib.sha256(data).hexdigest() != file.sha256:
             raise _DamagedError(
@@ -223,9 +234,9 @@ class Checkpoints:
         for serial in self._serials():
             if serial not in keep and serial not in self._damaged and len(keep) < self.keep:
                 with suppress(_DamagedError, KeyError, TypeError, ValueError):
-                    body = _manifest(self.folder / f"{serial:08}.json")
+                    body = _manifest(self.folder / f"{_stem(serial)}.json")
                     keep[serial] = {entry["name"] for entry in (body["server"], *body["private"])}
-        needed = {f"{serial:08}.json" for serial in keep}.union(*keep.values())
+        needed = {f"{_stem(serial)}.json" for serial in keep}.union(*keep.values())
         # A manifest is renamed to temporary before its files are removed, and removed last: it never seems deleted.
         for name in self._names():
             if name.endswith(".json") and name not in needed:
@@ -233,23 +244,42 @@ class Checkpoints:
         for name in sorted(self._names().keys() - needed, key=lambda name: name.endswith(".json.part")):
             os.unlink(self.folder / name)
 
-    def _serials(self) -> list[int]:
+    def _serials(self) -> list[Serial]:
         """Return the serials of checkpoints, newest first, including those whose manifest is missing."""
         names = self._names()
         complete = {serial for name, serial in names.items() if name.endswith(".json")}
         data = {serial for name, serial in names.items() if name.endswith("-server.safetensors")}
-        return sorted(complete | {serial for serial in data if f"{serial:08}.json.part" not in names}, reverse=True)
+        return sorted(complete | {serial for serial in data if f"{_stem(serial)}.json.part" not in names}, reverse=True)
 
-    def _names(self) -> dict[str, int]:
-        """Return the file names of checkpoints, each with its serial number."""
-        return {name: int(match[1]) for name in os.listdir(self.folder) if (match := _NAME.fullmatch(name))}
+    def _names(self) -> dict[str, Serial]:
+        """Return the file names of checkpoints, each with what orders them."""
+        return {name: _serial(name) for name in os.listdir(self.folder) if _NAME.fullmatch(name)}
+
+
+def _serial(name: str) -> Serial:
+    """Return what orders the checkpoint that a file belongs to."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+    return (-1, int(found["old"])) if found["old"] else (int(found["round"]), int(found["again"] or 0))
+
+
+def _stem(serial: Serial) -> str:
+    """Return how the names of a checkpoint's files begin."""
+    round_, again = serial
+    return f"{again:08}" if round_ < 0 else f"checkpoint-{round_:06}{f'.{again}' if again else ''}"
+
+
+def _not_finite(state: State) -> str | None:
+    """Return the name of an entry with a value that is infinite or NaN."""
+    return next((n for n, v in state.items() if v.is_floating_point() and not bool(v.isfinite().all())), None)
 
 
 def _names_after(prefix: str, state: State) -> list[str]:
     return [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
 
 
-def _for_safetensors(state: State) -> State:
+def for_safetensors(state: State) -> State:
     """Return the tensors on the CPU, contiguous, no two in the same storage, as safetensors requires."""
     plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     first = {value.untyped_storage().data_ptr(): name for name, value in reversed(plain.items())}

@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from tdpfed.wire import Rejected
 
 CONFIG = "config.toml"
 FEDERATION = "federation.json"
+FROZEN = "frozen.safetensors"
 METRICS = "metrics.jsonl"
 REFUSALS = "refusals.jsonl"
 SEEDS = "seeds.toml"
@@ -67,11 +68,11 @@ class RunFolder:
         """Return the folder of an existing run, and its configuration."""
         config = path / CONFIG
         if not config.is_file():
-            raise TDPFedError(f"--resume: {str(path)!r} given, must be a run folder, with a config.toml")
+            raise TDPFedError(f"{str(path)!r} given, must be a run folder, with a config.toml", field="--resume")
         try:
             return cls(path), read_file(config, most=CONFIG_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise TDPFedError(f"--resume: cannot read {str(config)!r} ({error})") from None
+            raise TDPFedError(f"cannot read {str(config)!r} ({error})", field="--resume") from None
 
     def rewind(self, round_: int, *others: str, saved: Mapping[str, Any] | None = None) -> list[Record]:
         """Return the records up to a round; remove later and damaged lines, from refusals and ``others`` too.
@@ -80,8 +81,7 @@ class RunFolder:
         """
         for name in (REFUSALS, *others):
             self._rewind(name, round_, dict, saved)
-        known = {field.name for field in fields(Record)}
-        return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}), saved)
+        return self._rewind(METRICS, round_, Record.from_dict, saved)
 
     def _rewind(
         self, name: str, round_: int, read: Callable[[dict[str, Any]], T], saved: Mapping[str, Any] | None
@@ -132,9 +132,11 @@ class RunFolder:
         """Refuse a path that is not a new or empty folder; nothing is written."""
         with write_errors("--out", path):
             if path.exists() and not path.is_dir():
-                raise TDPFedError(f"--out: {str(path)!r} given, which is a file; must be a new or empty folder")
+                raise TDPFedError(f"{str(path)!r} given, which is a file; must be a new or empty folder", field="--out")
             if path.exists() and any(not _left_over(entry) for entry in path.iterdir()):
-                raise TDPFedError(f"--out: {str(path)!r} given, which is not empty; must be a new or empty folder")
+                raise TDPFedError(
+                    f"{str(path)!r} given, which is not empty; must be a new or empty folder", field="--out"
+                )
 
     def append(self, record: Record) -> None:
         """Add a record as one line."""
@@ -183,7 +185,7 @@ class RunFolder:
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary, with the checksums of the other files and its own."""
         with write_errors("--out", self.path):
-            there = [name for name in (CONFIG, FEDERATION) if name == CONFIG or (self.path / name).exists()]
+            there = [name for name in (CONFIG, FEDERATION, FROZEN) if name == CONFIG or (self.path / name).exists()]
             whole = {name: {"sha256": hashlib.sha256(read_file(self.path / name)).hexdigest()} for name in there}
         files = {**whole, **self.sums}
         self.write(SUMMARY, sealed(json.dumps({**summary, FILES: files}, indent=2)))

@@ -12,6 +12,7 @@ import torch
 
 from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.config.loading import CONFIG_BYTES, parse_toml
+from tdpfed.config.resume import check_same_run, settings_by_key
 from tdpfed.errors import TDPFedError
 from tdpfed.files import read_file, write_errors, write_file
 from tdpfed.runs.folder import CONFIG, SEEDS, RunFolder
@@ -95,14 +96,16 @@ def run_cells(
 ) -> list[CellResult]:
     """Run the cells that are not finished; a folder with another experiment is refused before any run.
 
-    Cells that were interrupted or failed resume from their last checkpoint. Ctrl-C is raised again; with ``on_stop``
-    the first one waits for the current round.
+    Cells that were interrupted or failed resume from their last checkpoint, and so do those that get more rounds.
+    Ctrl-C is raised again; with ``on_stop`` the first one waits for the current round.
     """
     check_cells(cells, folder)
     paths = {cell.name: folder / cell.name for cell in cells}
     _create(folder)
     results = {
-        cell.name: CellResult(cell, paths[cell.name], kept=True) for cell in cells if RunFolder(paths[cell.name]).done
+        cell.name: CellResult(cell, paths[cell.name], kept=True)
+        for cell in cells
+        if RunFolder(paths[cell.name]).done and not _grows(paths[cell.name], cell.config)
     }
     for result in results.values():
         on_end(result)
@@ -130,8 +133,11 @@ def _run(
     errors: Sequence[Exception | None]
     try:
         for cell, path in zip(cells, paths, strict=True):
-            begun = _begun(path)
-            sessions.append(Session.resume(path, data_root) if begun else Session.begin(cell.config, path, data_root))
+            if not _begun(path):
+                sessions.append(Session.begin(cell.config, path, data_root))
+                continue
+            more = [f"run.rounds={cell.config.run.rounds}"] if _grows(path, cell.config) else []
+            sessions.append(Session.resume(path, data_root, overrides=more))
         errors = run_together(sessions, show, on_stop)
         for session in [session for session in sessions if not session.summary]:
             session.end()  # it was killed between its last round and its summary
@@ -167,6 +173,9 @@ def _check(path: Path, config: Config) -> None:
     there = _configuration(path / CONFIG)
     if RunFolder(path).done:  # a finished run may have been computed on another device
         there = replace(there, run=replace(there.run, device=config.run.device))
+    if there.run.rounds < config.run.rounds:  # more rounds extend a run, unless its learning rates depend on them
+        check_same_run(settings_by_key(there), config, f"the run in {str(path)!r}")
+        there = replace(there, run=replace(there.run, rounds=config.run.rounds))
     if to_toml(there) != to_toml(config):
         pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
         was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
@@ -180,6 +189,11 @@ def _configuration(file: Path) -> Config:
         return parse_config(parse_toml(read_file(file, most=CONFIG_BYTES).decode()))
     except (OSError, UnicodeDecodeError, TDPFedError) as error:
         raise TDPFedError(f"--out: {str(file)!r} is damaged ({error})") from None
+
+
+def _grows(path: Path, config: Config) -> bool:
+    """Whether a run has fewer rounds in its folder than it is to have."""
+    return _configuration(path / CONFIG).run.rounds < config.run.rounds
 
 
 def _begun(path: Path) -> bool:

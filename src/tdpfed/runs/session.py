@@ -17,13 +17,12 @@ from tdpfed.config import Config, parse_config, to_toml
 from tdpfed.config.loading import overridden, parse_toml
 from tdpfed.config.resume import check_same_run, settings_by_key
 from tdpfed.config.unused import advice
-from tdpfed.data import Federation
 from tdpfed.engine.ensemble import Ensemble, error_of
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError, wrong
 from tdpfed.files import ctrl_c_asks, lock_folder
-from tdpfed.runs import data_card
+from tdpfed.runs import data_card, frozen
 from tdpfed.runs.experiment import prepare, threads
 from tdpfed.runs.folder import CONFIG, FILES, NoFolder, RunFolder
 from tdpfed.runs.gathered import gathered, load_for_all
@@ -35,6 +34,9 @@ from tdpfed.server.records import Record
 
 CONFIGURATION = "configuration"
 """The key of a checkpoint under which the resolved configuration is."""
+
+Callback = Callable[[Record, Simulation], object]
+"""Called with each new record; if it returns True, the run ends after that round."""
 
 OnRound = Callable[[Simulation], None]
 Progress = Callable[[Simulation, int, list[Record]], AbstractContextManager[OnRound]]
@@ -61,9 +63,33 @@ class Session:
             simulation.store.reserve()
             torch.set_num_threads(threads(config, simulation))
         with ranks.agreement():
-            folder = _created(path, config, simulation.federation) if ranks.leads else NoFolder(path)
+            folder = _created(path, config, simulation) if ranks.leads else NoFolder(path)
         session = cls(config, simulation, folder)
-        session.warnings = advice(config, simulation.algorithm)
+        session.warnings = [*advice(config, simulation.algorithm), *simulation.notes]
+        return session
+
+    @classmethod
+    def around(cls, config: Config, simulation: Simulation, path: Path, *, resume: bool) -> "Session":
+        """Start a run of a simulation that was made in Python and that ``config`` describes.
+
+        With ``resume`` the run in the folder is continued, if there is one and it is of the same configuration.
+        """
+        if not (resume and (path / CONFIG).exists()):
+            RunFolder.check(path)
+            Loggers.check(config)
+            simulation.store.reserve()
+            session = cls(config, simulation, _created(path, config, simulation))
+            session.warnings = advice(config, simulation.algorithm)
+            return session
+        folder, text = _opened(path)
+        try:
+            check_same_run(settings_by_key(_parsed(path, text)), config, f"the run in {str(path)!r}")
+            session = cls(config, simulation, folder)
+            session._load(changed=to_toml(config) != text)
+            session.warnings += folder.warnings
+        except BaseException:
+            folder.release()
+            raise
         return session
 
     @classmethod
@@ -85,7 +111,7 @@ class Session:
                 session = cls(config, simulation, folder)
             with ranks.agreement():
                 session._load(changed=bool(overrides))
-                session.warnings += folder.warnings
+                session.warnings += [*folder.warnings, *simulation.notes]
         except BaseException:
             folder.release()
             raise
@@ -111,29 +137,37 @@ class Session:
             raise TDPFedError(f"--resume: the run in {path!r} is finished, and has no checkpoint to resume from")
         if self.ranks.leads:
             self.warnings += data_card.keep(self.folder, self.simulation.federation)
+            frozen.keep(self.folder, self.simulation.objective.model, self.simulation.objective.layout)
         if changed or (done and self.left):
             self.folder.change(to_toml(self.config))
         self.journal.rewind(round_, saved=saved)
 
-    def run(self, progress: Progress, on_stop: Callable[[], None] | None = None) -> dict[str, Any]:
+    def run(
+        self, progress: Progress, on_stop: Callable[[], None] | None = None, callbacks: Sequence[Callback] = ()
+    ) -> dict[str, Any]:
         """Run to the last round and return the summary, which is written even after an error.
 
         With ``on_stop``, which is called at once, the first Ctrl-C ends the run after the current round, with a
-        checkpoint; a second one, or any without ``on_stop``, ends it immediately.
+        checkpoint; a second one, or any without ``on_stop``, ends it immediately. So does a callback that returns True.
         """
         self.journal.start_clock()
+        stopped = False
         try:
             with (
                 progress(self.simulation, self.config.run.rounds, self.records) as show,
                 _stop_asked(on_stop, self.ranks) as asked,
             ):
-                while self.left:
+                while self.left and not stopped:
+                    known = len(self.records)
                     self.simulation.step()
                     self.after_round()
                     show(self.simulation)
                     if self.left and asked():
                         self.save()
                         raise KeyboardInterrupt
+                    stopped = any(told(callbacks, record, self.simulation) for record in self.records[known:])
+                if self.left:
+                    self.save()
         except BaseException as error:
             failed = error_of(partial(self.end, error))
             if not isinstance(error, KeyboardInterrupt):
@@ -198,6 +232,8 @@ class Session:
         """Write the summary of a run that is complete, or stopped by ``error``."""
         simulation = self.simulation
         status = "finished" if simulation.round == self.config.run.rounds else "privacy budget spent"
+        if self.left:
+            status = "stopped"
         if error is not None:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         refused = simulation.refused if isinstance(error, QuorumError) else ()
@@ -209,6 +245,12 @@ class Session:
     @cached_property
     def _last(self) -> int:
         return self.simulation.affordable(self.config.run.rounds)
+
+
+def told(callbacks: Sequence[Callback], record: Record, simulation: Simulation) -> bool:
+    """Call all callbacks with a record; return whether one of them ends the run."""
+    answers = [callback(record, simulation) for callback in callbacks]
+    return any(answer is True for answer in answers)
 
 
 def run_together(
@@ -255,12 +297,13 @@ def _stop_asked(on_stop: Callable[[], None] | None, ranks: Ranks = ALONE) -> Abs
     return ctrl_c_asks(on_stop)
 
 
-def _created(path: Path, config: Config, federation: Federation) -> RunFolder:
+def _created(path: Path, config: Config, simulation: Simulation) -> RunFolder:
     """Return a new run folder, locked."""
     lock = lock_folder(path, field="--out")
     try:
         folder = RunFolder.create(path, to_toml(config))
-        data_card.keep(folder, federation)
+        data_card.keep(folder, simulation.federation)
+        frozen.keep(folder, simulation.objective.model, simulation.objective.layout)
     except BaseException:
         lock.release()
         raise
@@ -283,17 +326,22 @@ def _opened(path: Path) -> tuple[RunFolder, str]:
 
 def _configuration(path: Path, text: str, overrides: Sequence[str]) -> Config:
     """Return the configuration in a run folder; ``overrides`` may change only what may differ when it is resumed."""
+    config = _parsed(path, text)
+    if not overrides:
+        return config
+    changed = parse_config(overridden(parse_toml(text), overrides))
+    check_same_run(settings_by_key(config), changed, f"the run in {str(path)!r}")
+    return changed
+
+
+def _parsed(path: Path, text: str) -> Config:
+    """Return the configuration in a run folder."""
     file = str(path / CONFIG)
     try:
         values = parse_toml(text)
     except TDPFedError as error:
         raise TDPFedError(f"{file!r} is damaged ({error.reason})", field="--resume") from None
     try:
-        config = parse_config(values)
+        return parse_config(values)
     except TDPFedError as error:
         raise error.noting(f"in {file!r}") from None
-    if not overrides:
-        return config
-    changed = parse_config(overridden(values, overrides))
-    check_same_run(settings_by_key(config), changed, f"the run in {str(path)!r}")
-    return changed

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tdpfed.core.layout import Layout
 from tdpfed.core.setting import plain
 from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
@@ -36,7 +37,8 @@ def snapshot_of(simulation: Simulation, **meta: Any) -> Snapshot:
     """Return the state of a run, with ``meta`` added; the rows are not copied: save before the next round."""
     own = {
         "algorithm": simulation.algorithm.name, "seed": simulation.seed, "ledger": asdict(simulation.ledger),
-        "data": simulation.federation.digest, "privacy": spent_by(simulation, simulation.round),
+        "data": simulation.federation.digest, "layout": simulation.objective.layout.hash,
+        "privacy": spent_by(simulation, simulation.round),
         **{section: plain(settings) for section, settings in _form(simulation).items()},
     }  # fmt: skip
     return Snapshot(simulation.round, dict(simulation.server), simulation.store, own | meta)
@@ -77,6 +79,15 @@ def _check_privacy(simulation: Simulation, snapshot: Snapshot) -> None:
         )
 
 
+def check_layout(snapshot: Snapshot, layout: Layout) -> None:
+    """Refuse a model with other parameters than those of a checkpoint; one of an older version does not name them."""
+    if snapshot.meta.get("layout", layout.hash) != layout.hash:
+        raise TDPFedError(
+            "parameters of other names or shapes than those in the checkpoint; must be the run's own model",
+            field="model.name",
+        )
+
+
 def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -> None:
     """Resume a run from ``snapshot``; one of another run is refused, and the simulation does not change.
 
@@ -91,6 +102,7 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
             f"checkpoint: data with checksum {meta.get('data')!r} saved, must be {simulation.federation.digest!r}: the "
             "samples, their labels or their distribution to clients differ from those of this run"
         )
+    check_layout(snapshot, simulation.objective.layout)
     _check_privacy(simulation, snapshot)
     for section, settings in _form(simulation).items():
         known = plain(type(settings)()) | meta.get(section, {})  # an older version had the defaults

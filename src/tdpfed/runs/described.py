@@ -1,0 +1,128 @@
+"""The configuration of a run that was started from Python: what its folder says, like that of the command line.
+
+What can be named is named: methods by name or ``module:Class``, models by name or ``module:factory``, data by the
+arguments of :func:`tdpfed.make_federation`. A model, federation, loss or metric that was given as an object has no such
+name; its entry then ends in :data:`IN_PYTHON`, and only Python, which has the object, can resume the run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tdpfed.algorithms import ALGORITHMS, Algorithm, Best
+from tdpfed.config.sections import Config, Data, Engine, Evaluation, Model, Privacy, Robust, Run
+from tdpfed.core.losses import LossFunction
+from tdpfed.core.metrics import Function, Metric
+from tdpfed.core.recipe import Optimizer
+from tdpfed.core.setting import plain
+from tdpfed.core.tasks import TaskSettings
+from tdpfed.data.federation import Federation
+from tdpfed.engine.attacks import Attack
+from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.store import Place
+from tdpfed.errors import TDPFedError
+
+IN_PYTHON = " (given in Python)"
+"""The end of the name of a model or of data that only the Python program has."""
+
+
+def described(
+    simulation: Simulation,
+    model: nn.Module | str,
+    rounds: int,
+    evaluate_every: int,
+    *,
+    optimizer: Optimizer,
+    chunk: int | None,
+    attack: Attack | None,
+    state: Place,
+    evaluate_clients: int | None,
+    loggers: Sequence[str],
+    loss: str | LossFunction,
+    metrics: Sequence[str | Metric | Function],
+    train_loss: bool,
+) -> Config:
+    """Return the configuration of a simulation, with the arguments that it does not keep."""
+    diagnostics, accountant = simulation.diagnostics, simulation.accountant
+    hostile = {} if attack is None else {f"attack_{name}": value for name, value in plain(attack).items()}
+    if attack is not None:
+        hostile["attack"] = hostile.pop("attack_kind")
+    method, evaluation, validation = _method(simulation.algorithm)
+    return Config(
+        run=Run(
+            rounds=rounds,
+            seed=simulation.seed,
+            evaluate_every=evaluate_every,
+            evaluate_clients=evaluate_clients,
+            diagnostics_every=0 if diagnostics is None else diagnostics.every,
+            device="cuda" if simulation.federation.device.type == "cuda" else "cpu",
+            runner=simulation.runner.kind,
+            threads=torch.get_num_threads(),
+            chunk="auto" if chunk is None else chunk,
+            precision=simulation.runner.precision,
+            loggers=tuple(loggers),  # type: ignore[arg-type]  # checked by the section
+            train_loss=train_loss,
+        ),
+        data=_data(simulation.federation, validation),
+        model=Model(name=model if isinstance(model, str) else f"{type(model).__name__}{IN_PYTHON}"),
+        task=TaskSettings(loss=_named(loss), metrics=tuple(_named(metric) for metric in metrics)),
+        method_name=name_of(type(method)),
+        method=method,
+        optimizer=optimizer,
+        participation=simulation.participation,
+        wire=simulation.channel.wire,
+        server=simulation.server_round.step,
+        robust=Robust(**plain(simulation.server_round.rule), **hostile),
+        privacy=Privacy() if accountant is None else Privacy(**plain(accountant.privacy)),
+        evaluation=evaluation,
+        engine=Engine(state=state),
+    )
+
+
+def check_named(config: Config) -> None:
+    """Refuse a configuration whose model or data only a Python program has."""
+    names = [("model.name", config.model.name), ("data.name", config.data.name), ("task.loss", config.task.loss)]
+    for field, name in (*names, *(("task.metrics", metric) for metric in config.task.metrics)):
+        if name.endswith(IN_PYTHON):
+            what = name.removesuffix(IN_PYTHON)
+            raise TDPFedError(
+                f"{what!r} was given in Python, as an object that the folder does not hold; resume with the same call "
+                "of tdpfed.simulate(..., out=..., resume=True)",
+                field=field, value=name,
+            )  # fmt: skip
+
+
+def _named(given: str | Metric | Callable[..., Any]) -> str:
+    """Return the name of a loss or metric; of one that is given as a function, that only the program has it."""
+    if isinstance(given, str):
+        return given
+    name = given.name if isinstance(given, Metric) else getattr(given, "__name__", type(given).__name__)
+    return f"{name}{IN_PYTHON}"
+
+
+def name_of(method: type[Algorithm]) -> str:
+    """Return the name by which a configuration finds a method."""
+    return method.name if ALGORITHMS.get(method.name) is method else f"{method.__module__}:{method.__qualname__}"
+
+
+def _method(algorithm: Algorithm) -> tuple[Algorithm, Evaluation, float]:
+    """Return the method, the choice among models around it if there is one, and the share that is held out for it."""
+    if not isinstance(algorithm, Best):
+        return algorithm, Evaluation(), 0.0
+    own = {name: getattr(algorithm, name) for name in ("alone_rate", "mixes", "margin", "choice_batches")}
+    return algorithm.method, Evaluation(personalize="best", **own), algorithm.validation
+
+
+def _data(federation: Federation, validation: float) -> Data:
+    """Return the arguments of ``make_federation``; of data made otherwise, what is known about them."""
+    more = {
+        "normalize": federation.normalization.kind, "augment": federation.augment,
+        "validation": federation.validation or validation,
+    }  # fmt: skip
+    made: dict[str, Any] = {name: value for name, value in federation.settings.items() if value is not None}
+    if not made:
+        name, clients = f"{federation.name}{IN_PYTHON}", federation.clients
+        return Data(name=name, clients=clients, partition="natural", split="official", **more)
+    return Data(name=made.pop("dataset"), **made | more)
