@@ -1,8 +1,8 @@
 """Hooks of mkdocs: the website is made of this repository's pages as they are, in their own folders.
 
 So every relative link works on the website as it does in the repository. Pages are README, CHANGELOG, all of ``docs/``
-and whatever they link to: results, and source files, which become pages with their text. The navigation follows
-``docs/index.md``: its headings are the tabs, the pages that its tables link to are the entries.
+and whatever they link to: results, notebooks, and source files, which become pages with their text. The navigation
+follows ``docs/index.md``: its headings are the tabs, the pages that its tables link to are the entries.
 
 A few things are written differently for Python-Markdown than for GitHub; the hooks below translate them.
 """
@@ -10,6 +10,7 @@ A few things are written differently for Python-Markdown than for GitHub; the ho
 import html
 import posixpath
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
+sys.path.append(str(Path(__file__).parent))  # mkdocs loads this file alone
+import notebooks
+
 ROOT = Path(__file__).parents[1]
 INDEX = "docs/index.md"
 STARTS = ("README.md", INDEX, "CHANGELOG.md")
 SOURCES = {".py": "python", ".toml": "toml", ".cff": "yaml", "": "text"}
+NOTEBOOK = ".ipynb"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 FIGURE = re.compile(r"<!--(?:=.*?|/)-->")
@@ -44,10 +49,12 @@ def links(name: str) -> Iterator[str]:
 
 
 def text_of(name: str) -> str:
-    """Return the Markdown of a page, as it is in the repository; that of a folder is made."""
+    """Return the Markdown of a page, as it is in the repository; that of a folder or a notebook is made."""
     path = ROOT / name
     if path.is_dir():
         return listing(path)
+    if path.suffix == NOTEBOOK:
+        return notebooks.markdown(path)
     return path.read_text(encoding="utf-8")
 
 
@@ -73,7 +80,7 @@ def page_of(name: str) -> str:
     """Return where the website has a file or a folder: itself, or the page that is made of it."""
     if (ROOT / name).is_dir():
         return f"{name}/README.md"
-    return f"{name}.md" if Path(name).suffix in SOURCES else name
+    return f"{name}.md" if Path(name).suffix in (*SOURCES, NOTEBOOK) else name
 
 
 def collected() -> dict[str, str]:
@@ -84,7 +91,7 @@ def collected() -> dict[str, str]:
         name = waiting.pop()
         if name not in found and (ROOT / name).exists():
             found[name] = page_of(name)
-            if name.endswith(".md") or (ROOT / name).is_dir():
+            if name.endswith((".md", NOTEBOOK)) or (ROOT / name).is_dir():
                 waiting.extend(links(name))
     return found
 

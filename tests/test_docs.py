@@ -111,7 +111,7 @@ def test_the_check_of_links_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_page_is_listed_in_the_index() -> None:
     listed = {(DOCS / link).resolve() for link in links(prose(DOCS / "index.md"))}
     methods = (DOCS / "algorithms" / f"{name}.md" for name in ALGORITHMS)
-    wanted = {*PAGES[1:], *methods, *ROOT.glob("examples/*.py"), *DEVELOPERS}
+    wanted = {*PAGES[1:], *DOCS.glob("notebooks/*.ipynb"), *methods, *ROOT.glob("examples/*.py"), *DEVELOPERS}
     assert listed == wanted - {DOCS / "index.md"}, "docs/index.md lists every page; the website's menu is made from it"
 
 

@@ -64,7 +64,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Parsed]:
 
 def page_of(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
-    return f"{name.removesuffix('README.md')}index.html" if path.name == "README.md" else f"{name[:-3]}.html"
+    name = name.removesuffix(".md")
+    return f"{name.removesuffix('README')}index.html" if path.name == "README.md" else f"{name}.html"
 
 
 def targets(page: str, links: list[str]) -> Iterator[tuple[str, str]]:
@@ -78,6 +79,7 @@ def targets(page: str, links: list[str]) -> Iterator[tuple[str, str]]:
 
 def test_every_page_of_the_repository_is_there(site: dict[str, Parsed]) -> None:
     wanted = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md"), *(ROOT / "results").rglob("*.md")]
+    wanted += DOCS.rglob("*.ipynb")
     assert not {page_of(path) for path in wanted} - site.keys()
 
 
