@@ -1,7 +1,8 @@
-"""FedAvg, pFedMe and TDPFed as a researcher would write them: a module per client, autograd, ``torch.optim``.
+"""FedAvg, FedProx, Ditto, pFedMe and TDPFed as a researcher would write them: autograd and ``torch.optim``.
 
-The baseline of ``engine.py``. Straightforward and not slowed down on purpose: minibatches are slices of tensors that
-are already in memory, optimizers are made once per round, and nothing is computed that the method does not need.
+The baseline of ``engine.py``. A module per client, straightforward and not slowed down on purpose: minibatches are
+slices of tensors that are already in memory, optimizers are made once per round, and nothing is computed that the
+method does not need.
 """
 
 import copy
@@ -17,6 +18,7 @@ from tdpfed.data import Federation
 
 TAU, BATCH, S, S_PRIME = 23, 20, 5, 17
 LAM, ETA, ETA_P, ETA_FACTORS, MOMENTUM = 12.0, 0.05, 0.08, 8e-4, 0.5
+MU, DITTO_LAM = 0.1, 1.0
 
 
 def minibatches(federation: Federation, client: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -43,6 +45,35 @@ def fedavg_round(model: nn.Module, federation: Federation) -> None:
             cross_entropy(local(x), y).backward()
             optimizer.step()
         locals_.append(local)
+    model.load_state_dict(average(locals_, federation.train_size))
+
+
+def descend(local: nn.Module, anchor: nn.Module, pull: float, federation: Federation, client: int) -> None:
+    """Take a client's SGD steps on its loss and ``pull / 2`` times the squared distance to the anchor, in place."""
+    optimizer = torch.optim.SGD(local.parameters(), lr=ETA)
+    for x, y in minibatches(federation, client):
+        optimizer.zero_grad()
+        cross_entropy(local(x), y).backward()
+        if pull:
+            for p, w in zip(local.parameters(), anchor.parameters(), strict=True):
+                assert p.grad is not None
+                p.grad.add_(p.detach() - w.detach(), alpha=pull)
+        optimizer.step()
+
+
+def fedprox_round(model: nn.Module, federation: Federation) -> None:
+    locals_ = [copy.deepcopy(model) for _ in range(federation.clients)]
+    for client, local in enumerate(locals_):
+        descend(local, model, MU, federation, client)
+    model.load_state_dict(average(locals_, federation.train_size))
+
+
+def ditto_round(model: nn.Module, own: list[nn.Module], federation: Federation) -> None:
+    """Run one round; ``own`` are the clients' personal models, which are changed in place."""
+    locals_ = [copy.deepcopy(model) for _ in range(federation.clients)]
+    for client, local in enumerate(locals_):
+        descend(local, model, 0, federation, client)
+        descend(own[client], model, DITTO_LAM, federation, client)
     model.load_state_dict(average(locals_, federation.train_size))
 
 

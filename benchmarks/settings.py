@@ -31,8 +31,9 @@ from matplotlib.figure import Figure
 from pack import PACKED
 
 from tdpfed.config.loading import load_config, to_toml
-from tdpfed.report.figures import COLORS, MARKERS, STYLE
+from tdpfed.report.figures import MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
+from tdpfed.report.look import COLORS
 from tdpfed.report.read import SUMMARY, Run, read_run
 from tdpfed.report.table import reach
 from tdpfed.runs.folder import CONFIG, RunFolder
@@ -43,7 +44,7 @@ COLUMNS = {
 }  # fmt: skip
 CODED = ", int8"
 """Suffix of methods that differ from another one only in their codec: drawn dotted in the same color."""
-ALL_COLORS = (*COLORS, "#7f5539", "#808080", "#b5bd00")
+ALL_COLORS = (*COLORS[:7], "#7f5539", "#808080", "#b5bd00")
 
 
 def wanted(study: Mapping[str, Any], only: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from tdpfed.server.records import Record
 FIGURES = (
     "personalized_accuracy", "best_personalized_accuracy", "global_accuracy", "compression_rate", "rejected_uploads",
 )  # fmt: skip
-CURVE = ("round", "loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "uplink_bytes", "seconds")
+CURVE = (
+    "round", "minibatch_loss", "personalized_accuracy", "local_accuracy", "global_accuracy", "metrics", "uplink_bytes",
+    "seconds",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -87,7 +91,7 @@ def _run(cell: dict[str, Any], data_root: Path | None) -> PackedRun:
     return {
         "name": f"{slug(cell['row'])}_{slug(cell['column'])}_seed{cell['seed']}",
         "config": to_toml(config),
-        "records": [{key: record.as_dict()[key] for key in CURVE} for record in records],
+        "records": [{key: value for key, value in record.as_dict().items() if key in CURVE} for record in records],
         "summary": summary,
         "cell": {**cell, "error": error, "provenance": made},
     }
@@ -98,18 +102,29 @@ def _of(runs: list[PackedRun], row: str, column: str) -> list[PackedRun]:
 
 
 def _figures(study: dict[str, Any], runs: list[PackedRun]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return mean and standard deviation over seeds of every cell; accuracies are in percent."""
+    """Return mean and standard deviation over seeds of every cell; accuracies are in percent, bytes in millions."""
     return {
-        row: {column: _stats(_of(runs, row, column)) for column in study["columns"] if _of(runs, row, column)}
+        row: {
+            column: _stats(_of(runs, row, column), study["metrics"])
+            for column in study["columns"]
+            if _of(runs, row, column)
+        }
         for row in study["rows"]
     }
 
 
-def _stats(runs: list[PackedRun]) -> dict[str, Any]:
+def _value(summary: dict[str, Any], key: str) -> float | None:
+    """Return a number of a summary, or a metric of a model: ``global_perplexity`` is that of the global model."""
+    model, _, metric = key.partition("_")
+    value = summary.get(key, summary.get("metrics", {}).get(metric, {}).get(model))
+    return None if value is None else float(value)
+
+
+def _stats(runs: list[PackedRun], metrics: Sequence[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {"seeds": len(runs), "failed": sum(run["cell"]["error"] is not None for run in runs)}
-    for key in FIGURES:
-        scale = 100 if key.endswith("accuracy") else 1
-        values = [scale * run["summary"][key] for run in runs if run["summary"].get(key) is not None]
+    for key in dict.fromkeys([*FIGURES, *metrics]):
+        scale = 100 if key.endswith("accuracy") else 1e-6 if key.endswith("bytes") else 1
+        values = [scale * value for run in runs if (value := _value(run["summary"], key)) is not None]
         if len(values) == len(runs) and not found["failed"]:
             found[key] = {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
     return found
@@ -117,27 +132,39 @@ def _stats(runs: list[PackedRun]) -> dict[str, Any]:
 
 def _shown(study: dict[str, Any], runs: list[PackedRun]) -> str:
     """Return the study's metrics of runs that differ in their seed alone: means, and spreads if there are several."""
-    if not runs:
-        return ""
-    stats = _stats(runs)
+    return " / ".join(_each(study, runs)) if runs else ""
+
+
+def _each(study: dict[str, Any], runs: list[PackedRun]) -> list[str]:
+    """Return each metric as text, or that the runs fail; - for one that does not exist, as a model's that is not."""
+    stats = _stats(runs, study["metrics"])
     if stats["failed"]:
-        return "fails"
-    texts = [(f"{stats[metric]['mean']:.2f}", stats[metric]["sd"]) for metric in study["metrics"]]
-    return " / ".join(mean if sd is None else f"{mean} ± {sd:.2f}" for mean, sd in texts)
+        return ["fails"]
+    found = [stats.get(metric) for metric in study["metrics"]]
+    texts = [None if one is None else (f"{one['mean']:,.2f}", one["sd"]) for one in found]
+    return ["-" if text is None else text[0] if text[1] is None else f"{text[0]} ± {text[1]:.2f}" for text in texts]
+
+
+def _title(metric: str) -> str:
+    """Return a metric in words, with its unit."""
+    unit = {"accuracy": ", %", "bytes": ", MB"}.get(metric.rpartition("_")[2], "")
+    return metric.removesuffix("_bytes").replace("_", " ") + unit
 
 
 def _page(study: dict[str, Any], runs: list[PackedRun], name: str) -> str:
-    columns = list(study["columns"])
+    columns, spread = list(study["columns"]), len(study["seeds"]) > 1
+    metrics = [_title(metric) for metric in study["metrics"]]
+    over = f"mean ± standard deviation over seeds {study['seeds']}." if spread else "one seed."
+    cells = {row: [_shown(study, _of(runs, row, column)) for column in columns] for row in study["rows"]}
+    titles, legend = columns, f"In each cell: {' / '.join(metrics)}; {over}"
+    if len(columns) == 1:  # then each metric has a column
+        cells = {row: _each(study, _of(runs, row, columns[0])) for row in study["rows"]}
+        titles, legend = metrics, f"{over[0].upper()}{over[1:]}"
     lines = [
-        f"# {study['title']}", "", study.get("text", "").strip(), "",
-        "In each cell: " + " / ".join(metric.replace("_", " ") for metric in study["metrics"]) + ", in percent"
-        + (f", mean ± standard deviation over seeds {study['seeds']}." if len(study["seeds"]) > 1 else ", one seed."),
-        "", "| | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns),
+        f"# {study['title']}", "", study.get("text", "").strip(), "", legend, "",
+        "| | " + " | ".join(titles) + " |", "| --- |" + " --- |" * len(titles),
+        *(f"| {row} | " + " | ".join(texts) + " |" for row, texts in cells.items()),
     ]  # fmt: skip
-    lines += [
-        f"| {row} | " + " | ".join(_shown(study, _of(runs, row, column)) for column in columns) + " |"
-        for row in study["rows"]
-    ]
     made = [run["cell"]["provenance"] for run in runs]
     devices, versions, commits = (
         sorted({value(one) for one in made})

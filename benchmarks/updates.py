@@ -22,12 +22,14 @@ from common import provenance, slug, write
 from matplotlib.figure import Figure
 from settings import cells_of, finished_in, origin, shown
 
-from tdpfed.report.figures import COLORS, MARKERS, STYLE
+from tdpfed.report import look as looks
+from tdpfed.report.figures import MARKERS, STYLE
 from tdpfed.report.group import Group
 
 Groups = Mapping[str, Group]
 Finished = Mapping[str, Groups]
 
+COLORS = looks.COLORS[:7]
 DENSE = "FedAvg"
 FACTORS = ("FedAvg, 8 terms", "FedAvg, 4 terms", "FedAvg, 2 terms", "FedAvg, 1 term")
 RIVALS = {"FedAvg, 4 terms": ("FedAvg, top-k like 4 terms", "FedAvg, int8", "FedAvg, int4")}

@@ -1,8 +1,8 @@
 """Write what the code and the result files know best into the pages.
 
-``python docs/generate.py`` renews the reference of every configuration key and every command, below the mark in
-``configuration.md`` and ``command-line.md``, and the measured numbers of README, docs and results (``figures.py``).
-``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
+``python docs/generate.py`` renews the reference of every configuration key, every command and every Python name, below
+the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, and the measured numbers of README, docs and
+results (``figures.py``). ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 import figures
 import typer
+from reference import reference
 from sources import FigureError, Sources
 
 from tdpfed.algorithms import ALGORITHMS, DEFAULT
@@ -68,6 +69,7 @@ def _table(first: str, rows: Sequence[Sequence[Any]]) -> str:
 def pages() -> dict[Path, str]:
     """Return each page as it should be: its own text, what is generated below a mark, and its numbers renewed."""
     made = {"configuration.md": configuration(), "command-line.md": command_line(typer.main.get_command(app))}
+    made |= {"python.md": reference()}
     paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
     texts = {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
     root = Path(__file__).parents[1]

@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from griffe import Attribute, Docstring, ExprCall, Extension
+from griffe import Attribute, Docstring, ExprCall, ExprKeyword, Extension
 
 DECLARES = ("setting", "hyper")
 
@@ -14,7 +14,9 @@ class Settings(Extension):
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
         """Take a setting's declaration apart."""
         if isinstance(attr.value, ExprCall) and str(attr.value.function) in DECLARES:
-            given = [part for part in attr.value.arguments if not str(part).startswith(("least=", "most=", "above="))]
-            default, meaning = given[:2]
+            named = {part.name: part.value for part in attr.value.arguments if isinstance(part, ExprKeyword)}
+            given = [part for part in attr.value.arguments if not isinstance(part, ExprKeyword)]
+            default, meaning = [*given, None, None][0], [*given, None, None][1] or named.get("doc", "''")
             attr.value = default
-            attr.docstring = Docstring(f"{ast.literal_eval(str(meaning)).capitalize()}.", parent=attr)
+            if text := ast.literal_eval(str(meaning)):
+                attr.docstring = Docstring(f"{text}.", parent=attr)

@@ -115,6 +115,11 @@ def test_every_page_is_listed_in_the_index() -> None:
     assert listed == wanted - {DOCS / "index.md"}, "docs/index.md lists every page; the website's menu is made from it"
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_of_a_method_is_headed_by_its_name(name: str) -> None:
+    assert text_of(DOCS / "algorithms" / f"{name}.md").startswith(f"# {ALGORITHMS[name].title}\n")
+
+
 # -- code --------------------------------------------------------------------------------------------------------------
 
 

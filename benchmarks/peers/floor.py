@@ -19,7 +19,7 @@ def operations(method: str) -> int:
     plan = FactorPlan.of(build("dnn", seed=0), 2.0)
     weights = sum(math.prod(shape) for shape in plan.dense.shapes if len(shape) > 1)
     gradient = 2 * BATCH * (2 * weights + HIDDEN_TO_OUT)
-    per_step = {"fedavg": gradient, "pfedme": INNER * gradient}
+    per_step = {"fedavg": gradient, "fedprox": gradient, "ditto": 2 * gradient, "pfedme": INNER * gradient}
     factorized = [(row.shape, row.rank) for row in plan.rows() if row.rank is not None]
     compose = sum(2 * math.prod(shape) * rank for shape, rank in factorized)
     factor_step = sum(4 * math.prod(shape) * rank + 4 * sum(shape) * rank**2 for shape, rank in factorized)

@@ -4,6 +4,7 @@
 instead of slices of a tensor.
 """
 
+import copy
 import itertools
 import json
 import platform
@@ -71,8 +72,11 @@ def main() -> None:
     def tdpfed_round() -> None:
         factors[0] = plain.tdpfed_round(factors[0], model, data)
 
+    own = [copy.deepcopy(model) for _ in range(data.clients)] if method == "ditto" else []
     one: Callable[[], None] = {
         "fedavg": lambda: plain.fedavg_round(model, data),
+        "fedprox": lambda: plain.fedprox_round(model, data),
+        "ditto": lambda: plain.ditto_round(model, own, data),
         "pfedme": lambda: plain.pfedme_round(model, data),
         "tdpfed": tdpfed_round,
         "tdpfed-momentum": tdpfed_round,

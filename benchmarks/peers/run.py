@@ -3,11 +3,11 @@
     python benchmarks/peers/run.py --data-root DIR
 
 MNIST, MLP 784-100-10, 20 clients of two classes, 23 local steps of 20 samples, all clients, float32, all CPU
-threads: FedAvg, pFedMe with 5 inner steps, and TDPFed at compression 2 where it exists, as in the preset
-``mnist-paper`` and with Nesterov momentum 0.5. With ``--conv``: CIFAR-10's shapes, VGG8, 10 clients, 5 local steps,
-FedAvg, pFedMe and TDPFed as in the preset, in ours and in the plain loop. Every package gets its own new environment,
-which is deleted afterwards; a package that cannot be installed or does not run is reported. All take turns in processes
-of their own, whose first rounds are not counted. The median over all rounds of all turns is compared.
+threads: FedAvg, pFedMe with 5 inner steps and, against the plain loop, FedProx, Ditto and TDPFed at compression 2, as
+in the preset ``mnist-paper`` and with Nesterov momentum 0.5. With ``--conv``: CIFAR-10's shapes, VGG8, 10 clients, 5
+local steps, FedAvg, pFedMe and TDPFed as in the preset, in ours and in the plain loop. Every package gets its own new
+environment, which is deleted afterwards; a package that cannot be installed or does not run is reported. All take turns
+in processes of their own, whose first rounds are not counted. The median over all rounds of all turns is compared.
 """
 
 import argparse
@@ -40,7 +40,11 @@ PEERS: dict[str, list[str]] = {
 }
 """Packages and their requirements; those based on PyTorch get the same release as ours."""
 
-METHODS = ("fedavg", "pfedme", "tdpfed", "tdpfed-momentum")
+METHODS = ("fedavg", "fedprox", "ditto", "pfedme", "tdpfed", "tdpfed-momentum")
+CONV_METHODS = ("fedavg", "pfedme", "tdpfed")
+LOOP_ONLY = ("fedprox", "ditto", "tdpfed", "tdpfed-momentum")
+"""Methods that are compared with the plain loop only."""
+
 OURS = ("ours", "plain loop", "plain loop with loaders")
 
 
@@ -155,14 +159,14 @@ def main() -> None:
             if error is not None:
                 errors[peer] = error
             print(f"{peer}: {error or 'installed'}", file=sys.stderr, flush=True)
-        chosen = options.methods.split(",") if options.methods else METHODS[:3] if options.conv else METHODS
+        chosen = options.methods.split(",") if options.methods else CONV_METHODS if options.conv else METHODS
         methods: dict[str, dict[str, list[dict[str, Any]]]] = {method: {} for method in chosen}
         rates = [gemm_rate()]
         for turn in range(options.turns):
             for method, found in methods.items():
                 for one, python in pythons.items():
                     factors = method.startswith("tdpfed")
-                    if (factors and one not in OURS[:2]) or (options.conv and "loaders" in one):
+                    if (method in LOOP_ONLY and one not in OURS[:2]) or (options.conv and "loaders" in one):
                         continue
                     failed = errors.get(one) or next((t["error"] for t in found.get(one, []) if "error" in t), None)
                     slow = factors and (options.conv or one != "ours")

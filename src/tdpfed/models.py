@@ -1,4 +1,4 @@
-"""Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I) and a few others.
+"""Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I), others for images or text.
 
 Each model is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So it works unchanged with
 ``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``.
@@ -29,7 +29,9 @@ Factory = Callable[[Shape, int], nn.Module]
 def build(
     name: str, input_shape: Sequence[int] | None = None, classes: int | None = None, *, seed: int | None = None
 ) -> nn.Module:
-    """Return a new model that maps ``(B, *input_shape)`` to logits ``(B, classes)``.
+    """Return a new model that maps ``(B, *input_shape)`` to outputs ``(B, classes)``.
+
+    Models of text map tokens ``(B, length)`` to logits of the next one at each place, ``(B, length, classes)``.
 
     With a seed, the weights are drawn on the CPU from that seed only, and torch's generators are left unchanged.
     """
@@ -88,8 +90,8 @@ def _checked(name: str, input_shape: Sequence[int], classes: int) -> tuple[Shape
     fits = len(shape) > 0 if least is None else len(shape) == 3 and min(shape[1:]) >= least
     if not fits or min(shape) < 1:
         raise TDPFedError(f"{input_shape!r} does not fit {name}. Allowed: {rule}", field="input_shape")
-    if classes < 2 or classes != int(classes):
-        raise TDPFedError(f"{classes!r}. Allowed: a whole number of at least 2", field="classes")
+    if classes < 1 or classes != int(classes):
+        raise TDPFedError(f"{classes!r}. Allowed: a whole number of at least 1", field="classes")
     return shape, int(classes)
 
 
@@ -222,10 +224,11 @@ class _TransformerBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
         self.mlp = _chain(fc1=nn.Linear(width, 2 * width), gelu=nn.GELU(), fc2=nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads)
-        attention = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        attention = (scores if mask is None else scores + mask).softmax(-1)
         x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
         return torch.add(x, self.mlp(self.norm2(x)))
 
@@ -262,6 +265,48 @@ def _patch(side: int) -> int:
     return next((p for p in range(2, side) if side % p == 0 and side <= 8 * p), side)
 
 
+class _Recurrent(nn.Module):
+    """Token embeddings, two recurrent layers, and logits of the next token at each place of the sequence."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], tokens: int, width: int = 8, hidden: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.layers = kind(width, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.embed(x))[0])
+        return logits
+
+
+def _recurrent(kind: type[nn.LSTM | nn.GRU]) -> Factory:
+    def factory(shape: Shape, tokens: int) -> nn.Module:
+        del shape  # any length
+        return _Recurrent(kind, tokens)
+
+    return factory
+
+
+class _TextTransformer(nn.Module):
+    """Embeddings of tokens and of their places, two causal blocks, and logits of the next token at each place."""
+
+    def __init__(self, shape: Shape, tokens: int, width: int = 64, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(0.02 * torch.randn(shape[0], width))
+        self.block1 = _TransformerBlock(width, heads)
+        self.block2 = _TransformerBlock(width, heads)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-1]
+        later = torch.full((length, length), -torch.inf, dtype=self.position.dtype, device=x.device).triu(1)
+        x = self.embed(x) + self.position[:length]
+        logits: Tensor = self.head(self.norm(self.block2(self.block1(x, later), later)))
+        return logits
+
+
 class ModelEntry(NamedTuple):
     """A factory ``(input_shape, classes) -> module``, its defaults and the minimum image side (None: any shape)."""
 
@@ -269,6 +314,7 @@ class ModelEntry(NamedTuple):
     input_shape: Shape
     classes: int
     least_side: int | None
+    tokens: bool = False  # the input is a sequence of token ids, below the number of classes
 
 
 MODELS: Mapping[str, ModelEntry] = MappingProxyType(
@@ -281,5 +327,8 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "resnet8": ModelEntry(_resnet((16, 32, 64), 1), (3, 32, 32), 10, 4),
         "resnet18": ModelEntry(_resnet((64, 128, 256, 512), 2), (3, 32, 32), 10, 8),
         "transformer": ModelEntry(_Transformer, (3, 32, 32), 10, 1),
+        "lstm": ModelEntry(_recurrent(nn.LSTM), (80,), 90, None, tokens=True),
+        "gru": ModelEntry(_recurrent(nn.GRU), (80,), 90, None, tokens=True),
+        "text-transformer": ModelEntry(_TextTransformer, (80,), 90, None, tokens=True),
     }
 )

@@ -139,3 +139,15 @@ def test_the_personalized_model_is_not_overwritten_by_what_follows(name: str) ->
     shipped = simulation.global_model()
     if shipped is not None:
         assert not any(torch.equal(theta, shipped) for theta in simulation.personalized())
+
+
+def test_a_method_of_ones_own_is_called_by_its_class_and_not_by_what_it_derives_from() -> None:
+    class Mine(PFedMe):
+        name = "mine"
+
+    class Yours(Mine):
+        name = "yours"
+        title = "Your method"
+
+    assert (PFedMe.title, Mine.title, Yours.title) == ("pFedMe", "Mine", "Your method")
+    assert len({method.title for method in ALGORITHMS.values()}) == len(ALGORITHMS)

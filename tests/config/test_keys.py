@@ -5,10 +5,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.cli import app
+from tdpfed.cli import app, display
 from tdpfed.config import load_config, presets
 from tdpfed.config.keys import describe
 from tdpfed.errors import TDPFedError
@@ -47,16 +48,27 @@ def test_ranges_are_said(key: str, allowed: str) -> None:
     assert listed[key]["allowed"] == allowed
 
 
-def test_keys_prints_a_table_for_a_method() -> None:
-    text = CliRunner(env={"COLUMNS": "220"}).invoke(app, ["keys"]).stdout
-    line = next(line for line in text.splitlines() if " algorithm.s_prime " in line)
-    assert "whole number ≥ 1" in line
-    assert " 17 " in line
-    assert '["*"]' in next(line for line in text.splitlines() if " algorithm.include " in line)
-    narrow = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["keys"]).stdout
-    assert all(f" {key.name} " in narrow for key in describe("tdpfed"))
-    assert "…" not in narrow
-    assert "algorithm.s_prime" not in CliRunner().invoke(app, ["keys", "fedavg", "--json"]).output
+@pytest.mark.parametrize("columns", ["40", "220"])
+def test_keys_prints_a_line_for_each_key_however_narrow_the_screen(columns: str) -> None:
+    lines = CliRunner(env={"COLUMNS": columns}).invoke(app, ["keys"]).stdout.splitlines()
+    found = describe("tdpfed")
+    assert [line.split()[0] for line in lines] == [key.name for key in found]
+    for line, key in zip(lines, found, strict=True):
+        default = "not set" if key.default is None else json.dumps(key.default)
+        assert all(f"{word} " in f"{line} " for word in (default, key.meaning, f"[{key.allowed}]")), line
+
+
+def test_on_a_terminal_a_long_line_continues_below_its_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "Console", lambda: Console(force_terminal=True, width=100))
+    lines = CliRunner().invoke(app, ["keys"]).stdout.splitlines()
+    indent = lines[0].index("communication rounds")
+    assert max(map(len, lines)) <= 100
+    assert len([line for line in lines if not line.startswith(" ")]) == len(describe("tdpfed"))
+    assert all(line[:indent].strip() == "" and line[indent] != " " for line in lines if line.startswith(" "))
+
+
+def test_keys_of_a_method_are_its_own() -> None:
+    assert "algorithm.s_prime" not in CliRunner().invoke(app, ["keys", "fedavg"]).output
     with pytest.raises(TDPFedError, match="did you mean 'fedavg'"):
         describe("fedvg")
 
@@ -72,7 +84,7 @@ def test_a_printed_preset_is_that_preset(name: str, tmp_path: Path) -> None:
 
 
 def test_presets_are_listed_with_what_they_are() -> None:
-    text = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["preset"]).stdout
+    text = CliRunner(env={"COLUMNS": "40"}).invoke(app, ["preset"]).stdout  # a pipe has no width
     about = json.loads(CliRunner().invoke(app, ["preset", "--json"]).stdout)
     assert list(about) == presets()
     assert all(name in text and words in text and words for name, words in about.items())

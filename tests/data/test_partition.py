@@ -7,7 +7,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tdpfed.data import partition
-from tdpfed.data.partition import bounded, classes, dirichlet, generator, iid, natural, numbered, split, split_official
+from tdpfed.data.partition import (
+    bounded,
+    classes,
+    dirichlet,
+    generator,
+    iid,
+    natural,
+    numbered,
+    split,
+    split_in_time,
+    split_official,
+)  # fmt: skip
 from tdpfed.errors import TDPFedError
 
 seeds = st.integers(0, 2**40)
@@ -235,6 +246,16 @@ def test_split_is_a_quarter_by_default_and_drawn_by_the_seed() -> None:
     # Two clients of equal size do not hold out the same positions.
     first, second = split([np.arange(400), np.arange(400)])
     assert not np.array_equal(first[1], second[1])
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=5), fraction=st.floats(0, 0.99))
+def test_a_split_in_time_takes_as_many_samples_as_one_at_random_and_the_last(sizes: list[int], fraction: float) -> None:
+    parts = [np.arange(size) * 3 + 1 for size in sizes]
+    for part, (train, test), (_, drawn) in zip(
+        parts, split_in_time(parts, fraction), split(parts, fraction), strict=True
+    ):
+        assert np.concatenate([train, test]).tolist() == part.tolist()
+        assert len(test) == len(drawn)
 
 
 def test_split_official_follows_the_mark() -> None:

@@ -131,5 +131,5 @@ def test_every_source_has_an_https_address_of_its_file_and_a_digest_of_its_own()
         assert source.url.startswith("https://")
         assert source.url.endswith("/" + source.file)
         assert len(bytes.fromhex(source.sha256)) == 32
-    assert len({source.sha256 for source in unique}) == len(unique) == 12
+    assert len({source.sha256 for source in unique}) == len(unique) == 13
     assert sources.CIFAR10.members[-1] == "test_batch.bin"

@@ -13,9 +13,10 @@ import small
 from tdpfed.algorithms import FedAvg
 from tdpfed.core.state import Turn
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.engine.attacks import Kind, alie_deviations, attack, attackers, flip_labels
+from tdpfed.engine.attacks import Kind, alie_deviations, attack, attackers, declared, flip_labels
 from tdpfed.errors import TDPFedError
-from tdpfed.server.robust import Rule, average_for, median, weighted_mean, within_gauge
+from tdpfed.server.gauge import reference_norms, within_gauge
+from tdpfed.server.robust import Rule, average_for, median, weighted_mean
 
 KINDS: list[Kind] = list(get_args(Kind))
 PLAN = FactorPlan.of({"fc.weight": (8, 6), "fc.bias": (8,), "conv.weight": (6, 5, 3, 3)}, 1.5)
@@ -51,9 +52,26 @@ def test_only_attackers_change_and_arguments_do_not(kind: Kind) -> None:
     assert torch.equal(uploads["factors"], sent()[0]["factors"])
     assert torch.equal(broadcast["factors"], sent()[1]["factors"])
     changed = (result != uploads["factors"]).any(-1)
-    assert changed.tolist() == ([False] * 7 if kind == "label-flip" else BAD.tolist())
+    assert changed.tolist() == ([False] * 7 if kind in ("label-flip", "samples") else BAD.tolist())
     nobody = attack(kind, uploads, broadcast, torch.zeros(7, dtype=torch.bool), turn(), plan=PLAN)
     assert torch.equal(nobody["factors"], uploads["factors"])
+
+
+def test_what_is_sent_in_place_of_an_update() -> None:
+    zeros, _, _ = attacked("zeros")
+    assert not bool(zeros[BAD].any())
+    shrunk, _, broadcast = attacked("shrink", strength=0.5)
+    assert torch.equal(shrunk[BAD], (0.5 * broadcast).expand(2, -1))
+    huge, _, _ = attacked("huge")
+    assert bool(huge[BAD].isfinite().all())
+    assert huge[BAD].std().item() == pytest.approx(1e25, rel=0.1)
+    assert not torch.equal(huge[1], huge[4])
+
+
+def test_a_lie_about_samples_is_the_attackers_alone() -> None:
+    samples = torch.arange(1, 8)
+    assert declared(samples, BAD).tolist() == [1, 2000, 3, 4, 5000, 6, 7]
+    assert declared(samples, BAD, 2.0).tolist() == [1, 4, 3, 4, 10, 6, 7]
 
 
 @pytest.mark.parametrize("kind", ["noise", "gauge"])
@@ -208,7 +226,7 @@ def test_one_gauge_attacker_of_ten_wrecks_the_mean_of_factors() -> None:
 
     assert error(weighted_mean(uploads, weights)) > 5
     assert error(median(uploads, weights)) < 0.1
-    inside, entry = within_gauge(uploads, broadcast, plan.factors, 1.0)
+    inside, entry = within_gauge(uploads, broadcast, reference_norms(broadcast, plan.factors), plan.factors, 1.0)
     assert torch.equal(inside, ~mask)
     assert plan.factors.names[int(entry[mask])] in ("fc1.A1", "fc1.A2", "fc2.A1", "fc2.A2")
     assert error(weighted_mean(uploads[inside], weights[inside])) < 0.05

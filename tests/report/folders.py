@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.config.loading import load_config, to_toml
+from tdpfed.data.normalization import RAW
+from tdpfed.runs.data_card import DataCard
 from tdpfed.runs.folder import RunFolder
 from tdpfed.server.records import Record, worst_decile
 
@@ -82,4 +84,17 @@ def make(
     if status is not None:
         name = config.algorithm["name"]
         folder.finish(summary(records, status=status, seed=seed, algorithm=name, dataset=config.data.name))
+    return path
+
+
+def with_data(path: Path, seed: int = 0, **values: Any) -> Path:
+    """Give a made-up run a card: by default ten clients with ids, and three classes."""
+    ids = values.pop("ids", tuple(f"ward-{k}" for k in range(10)))
+    counts = tuple((k % 7, seed, 2) for k in range(len(ids)))
+    sizes = tuple(sum(row) - 1 for row in counts)
+    card = DataCard(
+        name="digits", digest=f"{seed}", input_shape=(4,), classes=3, class_names=("ill", "<b>well</b>", "3"), ids=ids,
+        train_size=sizes, test_size=(1,) * len(ids), normalization=RAW, class_counts=values.get("counts", counts),
+    )  # fmt: skip
+    (path / "federation.json").write_text(card.as_text())
     return path

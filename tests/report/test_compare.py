@@ -161,9 +161,9 @@ def test_the_table_is_that_of_the_summaries_and_a_second_call_runs_nothing(monke
     arguments = ["digits", "--algorithms", "fedavg,local", "--seeds", "3", *QUICK]
     first = answer(*arguments)
     assert first["folder"] == "runs/compare-digits"
-    assert [row["method"] for row in first["rows"]] == ["fedavg", "local"]
+    assert [row["method"] for row in first["rows"]] == ["FedAvg", "Local"]
     for row in first["rows"]:
-        assert [Path(path).name for path in row["runs"]] == [f"{row['method']}-seed{seed}" for seed in range(3)]
+        assert [Path(path).name for path in row["runs"]] == [f"{row['algorithm']}-seed{seed}" for seed in range(3)]
         runs = [summary(path) for path in row["runs"]]
         assert [run["seed"] for run in runs] == [0, 1, 2]
         for key in ("personalized_accuracy", "worst_decile_accuracy", "uplink_bytes", "downlink_bytes", "seconds"):
@@ -209,15 +209,15 @@ def test_what_fails_is_reported_and_the_rest_shown() -> None:
     sweep = ["--algorithms", "fedavg", "--seeds", "2", "--sweep", "algorithm.eta=0.05,1e30,0.1", *QUICK]
     done = call(*sweep)
     assert done.exit_code == 1
-    assert "fedavg, eta 0.05" in done.stdout
-    assert "fedavg, eta 0.1" in done.stdout
+    assert "FedAvg, eta 0.05" in done.stdout
+    assert "FedAvg, eta 0.1" in done.stdout
     assert "1e+30" not in done.stdout
     failures = [line for line in done.stderr.splitlines() if line.startswith("failed: ")]
     assert len(failures) == 1
     assert failures[0].startswith("failed: fedavg-eta=1e30-seed0, fedavg-eta=1e30-seed1: round 1")
     assert "diverges" in failures[0]
     again = answer(*sweep, status=1)
-    assert [row["method"] for row in again["rows"]] == ["fedavg, eta 0.05", "fedavg, eta 0.1"]
+    assert [row["method"] for row in again["rows"]] == ["FedAvg, eta 0.05", "FedAvg, eta 0.1"]
     assert [one["run"] for one in again["failed"]] == ["fedavg-eta=1e30-seed0", "fedavg-eta=1e30-seed1"]
 
 

@@ -42,7 +42,7 @@ def test_seeds_of_one_configuration_are_one_group(tmp_path: Path) -> None:
     paths.append(folders.make(tmp_path / "a2", "data.seed=7", seed=2, level=0.85))
     paths.append(folders.make(tmp_path / "b", "algorithm.name=fedavg"))
     groups, notes = grouped(*paths)
-    assert [(group.label, len(group.runs)) for group in groups] == [("tdpfed", 3), ("fedavg", 1)]
+    assert [(group.label, len(group.runs)) for group in groups] == [("TDPFed", 3), ("FedAvg", 1)]
     assert notes == []
     seeds = groups[0]
     values = [run.figures["personalized_accuracy"] or 0 for run in seeds.runs]
@@ -75,15 +75,15 @@ def test_a_mean_counts_finished_runs_at_the_rounds_they_share(tmp_path: Path) ->
 
 def test_names_say_what_tells_groups_apart(tmp_path: Path) -> None:
     sweep = [folders.make(tmp_path / f"c{c}", f"algorithm.compression={c}") for c in (2, 4, 8)]
-    assert [group.label for group in grouped(*sweep)[0]] == [f"tdpfed, compression {c}" for c in (2, 4, 8)]
+    assert [group.label for group in grouped(*sweep)[0]] == [f"TDPFed, compression {c}" for c in (2, 4, 8)]
     odd = folders.make(tmp_path / "odd", "algorithm.compression=2", "robust.attack=alie")
     plain = folders.make(tmp_path / "plain", "algorithm.compression=2", "run.evaluate_every=5")
     labels = [group.label for group in grouped(sweep[0], odd, plain)[0]]
-    assert labels == ["tdpfed (c2)", "tdpfed, attack alie", "tdpfed (plain)"]
+    assert labels == ["TDPFed (c2)", "TDPFed, attack alie", "TDPFed (plain)"]
     sections = ("robust.name=median", "participation.clients=3", "robust.clip=1.0")
     few = [folders.make(tmp_path / section, section) for section in sections]
     assert [group.label for group in grouped(sweep[0], *few)[0]][1:] == [
-        "tdpfed, robust median", "tdpfed, participation.clients 3", "tdpfed, clip 1",
+        "TDPFed, robust median", "TDPFed, participation.clients 3", "TDPFed, clip 1",
     ]  # fmt: skip
     many = [
         f"algorithm.{key}" for key in ("lam=3.0", "s=2", "tau=3", "eta=0.1", "eta_p=0.2", "momentum=0.1", "beta=0.5")
@@ -112,4 +112,4 @@ def test_runs_without_a_configuration_stay_apart(tmp_path: Path) -> None:
     for path in paths:
         (path / "config.toml").write_text("[broken")
     groups, _ = grouped(*paths)
-    assert [group.label for group in groups] == ["tdpfed (0)", "tdpfed (1)"]
+    assert [group.label for group in groups] == ["TDPFed (0)", "TDPFed (1)"]

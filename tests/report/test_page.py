@@ -94,7 +94,7 @@ def test_the_curves_are_drawn(page: Browser) -> None:
         drawn = lines(page, chart)
         assert len(drawn) == 3
         assert all(outline.count("L") + outline.count("H") + outline.count("V") > 8 for outline in drawn)
-    inside = page.do("""[...document.querySelectorAll('#curves .chart')].every((chart) => {
+    inside = page.do("""[...document.querySelectorAll('#curves .grid .chart')].every((chart) => {
       const plot = chart.querySelector('.nsewdrag').getBoundingClientRect();
       return plot.width > 300 && plot.height > 150 && [...chart.querySelectorAll('path.js-line')].every((path) => {
         const box = path.getBoundingClientRect();
@@ -133,7 +133,7 @@ def test_what_uploads_nothing_is_a_level_over_megabytes(page: Browser) -> None:
     click(page, "input[name=x][value=mb]")
     level = next(outline for outline in lines(page) if outline.count("L") + outline.count("H") == 1)
     assert level
-    assert "local: uploads nothing" in page.do("document.querySelector('#curves > .hint').textContent")
+    assert "Local: uploads nothing" in page.do("document.querySelector('#curves > .hint').textContent")
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_accuracy_and_loss_are_selectable(page: Browser) -> None:
     before = [lines(page, 0), lines(page, 1)]
     click(page, "input[name=accuracy][value=global_accuracy]")
     click(page, "input[name=loss][value=global_loss]")
-    assert texts(page, "#curves .ytitle") == ["global accuracy, %", "held-out loss, global"]
+    assert texts(page, "#curves .ytitle") == ["global accuracy, %", "held-out loss, global", "global accuracy, %"]
     assert lines(page, 0) != before[0]
     assert lines(page, 1) != before[1]
 
@@ -195,18 +195,18 @@ def test_the_cost_to_a_target_is_that_of_the_package(page: Browser, report: Repo
 
 @pytest.mark.slow
 def test_the_table_sorts_by_click_and_by_key(page: Browser) -> None:
-    assert methods(page) == ["tdpfed", "local", "fedavg"]
+    assert methods(page) == ["TDPFed", "Local", "FedAvg"]
     head = "#table thead th:nth-child({}) button"
     click(page, head.format(1))
-    assert methods(page) == ["fedavg", "local", "tdpfed"]
+    assert methods(page) == ["FedAvg", "Local", "TDPFed"]
     page.press("Enter")  # the button kept the focus
-    assert methods(page) == ["tdpfed", "local", "fedavg"]
+    assert methods(page) == ["TDPFed", "Local", "FedAvg"]
     assert texts(page, "#table th[aria-sort=descending]") == ["method"]
     up = texts(page, "#table thead th").index("up MB") + 1
     click(page, head.format(up))
-    assert methods(page) == ["fedavg", "tdpfed", "local"]
+    assert methods(page) == ["FedAvg", "TDPFed", "Local"]
     click(page, head.format(up))
-    assert methods(page) == ["local", "tdpfed", "fedavg"]
+    assert methods(page) == ["Local", "TDPFed", "FedAvg"]
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_every_control_is_reached_by_tab_and_shows_it(page: Browser) -> None:
             break
         assert outline >= 2, name
         reached.append(name)
-    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "tdpfed", "fedavg", "personalized %"):
+    for wanted in ("theme", "target", "accuracy", "loss", "x", "view", "TDPFed", "FedAvg", "personalized %"):
         assert wanted in reached
 
 
@@ -242,7 +242,7 @@ def test_choices_survive_a_reload(page: Browser) -> None:
 @pytest.mark.slow
 def test_nonsense_in_the_address_is_passed_over(page: Browser, report: Report) -> None:
     page.open(report.page, "x=nothing&sort=99.7&data=12&target=x&hide=77&zoom=a,b_c&theme=pink&view=%3Cb%3E&open=-3")
-    assert (axis(page), len(lines(page)), methods(page)[0]) == ("communication round", 3, "tdpfed")
+    assert (axis(page), len(lines(page)), methods(page)[0]) == ("communication round", 3, "TDPFed")
 
 
 OVERFLOW = """[...document.querySelectorAll('body *')].filter((one) => {
@@ -283,6 +283,88 @@ def test_the_page_is_dark_where_the_reader_prefers_it(page: Browser, report: Rep
     click(page, "#theme")
     assert brightness(page, ground) > 240
     assert brightness(page, ink) < 80
+
+
+@pytest.fixture(scope="module")
+def crowd(root: Path) -> Report:
+    """Six methods of three seeds, one of them at two settings, one that diverges, and one that uploads little."""
+    methods = {
+        "tdpfed": (0.92, 300_000), "pfedme": (0.94, 600_000), "lgfedavg": (0.95, 20_000), "scaffold": (0.1, 1_200_000),
+        "local": (0.9, 0), "fedavg_sar": (0.93, 300_000),
+    }  # fmt: skip
+    paths = [
+        folders.make(root / f"{name}{s}", f"algorithm.name={name}", seed=s, level=level + 0.01 * s, up=up)
+        for name, (level, up) in methods.items()
+        for s in range(3)
+    ]
+    paths += [folders.make(root / f"small{s}", "algorithm.compression=8", seed=s, level=0.75) for s in range(3)]
+    for path in (path for path in paths if "scaffold" in path.name):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        grown = [{**line, "loss": 3.0 ** line["round"]} for line in lines]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in grown))
+    return write_page(paths, root / "crowd.html")
+
+
+@pytest.fixture
+def crowded(chrome: Browser, crowd: Report) -> Iterator[Browser]:
+    chrome.size(1280, 900)
+    chrome.prefer("light")
+    chrome.open(crowd.page)
+    yield chrome
+    quiet(chrome)
+
+
+def test_a_results_table_fits_a_desk(crowded: Browser, crowd: Report) -> None:
+    wide = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert crowded.do(wide) == 0
+    crowded.open(crowd.page, "open=0.1.2.3.4.5.6")
+    assert len(texts(crowded, "#table tr.single")) == 21
+    assert crowded.do(wide) == 0
+
+
+def test_a_method_has_one_color_and_the_name_that_people_write(crowded: Browser) -> None:
+    colors = crowded.do("""[...document.querySelectorAll('#table tr[data-group]')].map((row) => [
+      row.querySelector('.name').textContent.split(',')[0], row.querySelector('.key path').getAttribute('fill')])""")
+    named = {name: {color for other, color in colors if other == name} for name, _ in colors}
+    assert set(named) == {"TDPFed", "pFedMe", "LG-FedAvg", "SCAFFOLD", "Local", "FedAvg (s.a.r.)"}
+    assert [len(found) for found in named.values()] == 6 * [1]
+    assert len(set.union(*named.values())) == 6
+
+
+def test_what_diverges_does_not_squash_the_other_curves(crowded: Browser) -> None:
+    script = "document.querySelectorAll('#curves .chart')[{}].layout.yaxis.range"
+    low, high = crowded.do(script.format(1))
+    assert low < 0.1
+    assert 1.5 < high < 2.5, "the others begin at 1.79"
+    assert "SCAFFOLD (up to 3.49e+9)" in crowded.do("document.querySelector('#curves').textContent")
+    final = crowded.do(script.format(2))
+    assert 65 < final[0] < 75
+    assert 90 < final[1] < 100
+    assert crowded.do("document.querySelectorAll('#curves .chart')[2].data.length") == 7
+    click(crowded, ".controls .check:nth-last-of-type(1) input")
+    assert crowded.do(script.format(1))[1] > 3e9
+    assert crowded.do(script.format(2))[0] < 15
+
+
+@pytest.mark.slow
+def test_megabytes_that_differ_more_than_tenfold_have_a_logarithmic_axis(crowded: Browser, report: Report) -> None:
+    kinds = "[...document.querySelectorAll('#curves .chart')].map((one) => one.layout.xaxis.type)"
+    assert crowded.do(kinds) == ["linear", "linear", "log"]
+    click(crowded, "input[name=x][value=mb]")
+    assert crowded.do(kinds) == ["log", "log", "log"]
+    assert len(lines(crowded)) == 7
+    crowded.open(report.page, "x=mb")
+    assert crowded.do(kinds) == ["linear", "linear", "linear"]
+
+
+@pytest.mark.slow
+def test_the_points_of_the_last_chart_are_the_results(crowded: Browser, crowd: Report) -> None:
+    click(crowded, ".controls .check:nth-last-of-type(1) input")
+    points = crowded.do("document.querySelectorAll('#curves .chart')[2].data.map((one) => [one.name, one.x, one.y])")
+    for group in crowd.groups:
+        x, y = next((x, y) for name, x, y in points if name == group.label)
+        assert y[0] == pytest.approx(100 * (group.stat("personalized_accuracy").mean or 0), rel=1e-4)
+        assert x == pytest.approx([(group.stat("uplink_bytes").mean or 0) / 1e6]) or group.method == "Local"
 
 
 def test_names_are_text_whatever_they_say(chrome: Browser, root: Path) -> None:
@@ -330,10 +412,10 @@ def test_panels_are_there_when_there_is_something_to_show(chrome: Browser, root:
 def test_data_sets_are_shown_one_at_a_time(chrome: Browser, root: Path) -> None:
     other = folders.make(root / "synthetic", "data.name=synthetic", "algorithm.name=pfedme")
     chrome.open(write_page([root / "tdpfed-0", other], root / "two.html").page)
-    assert methods(chrome) == ["tdpfed"]
+    assert methods(chrome) == ["TDPFed"]
     assert "2 data sets" in chrome.do("document.querySelector('#notes').textContent")
     click(chrome, "input[name=data][value='1']")
-    assert methods(chrome) == ["pfedme"]
+    assert methods(chrome) == ["pFedMe"]
     assert len(lines(chrome)) == 1
     quiet(chrome)
 
@@ -413,3 +495,25 @@ def test_a_zoom_survives_a_reload(page: Browser) -> None:
     click(page, "input[name=x][value=seconds]")
     assert page.do("document.querySelector('#curves .chart').layout.xaxis.range[1]") >= 10
     assert page.do("document.querySelector('#curves .chart').layout.xaxis.autorange") is True
+
+
+def test_the_samples_of_the_clients_are_a_heat_map(chrome: Browser, root: Path) -> None:
+    paths = [folders.with_data(folders.make(root / f"data-{seed}", seed=seed), seed) for seed in (0, 1)]
+    chrome.open(write_page(paths, root / "samples.html").page)
+    drawn = "document.querySelector('#samples .chart').data[0]"
+    assert chrome.do(f"{drawn}.type") == "heatmap"
+    assert chrome.do(f"{drawn}.z[1]") == pytest.approx([1 / 3, None, 2 / 3])
+    click(chrome, "#samples input[value='1']")
+    assert chrome.do(f"{drawn}.z[1]") == pytest.approx([1 / 4, 1 / 4, 2 / 4])
+    hover = chrome.do(f"{drawn}.text[1][1]")
+    assert "client ward-1, class &lt;b&gt;well&lt;/b&gt;" in hover
+    assert "1 sample," in hover
+    assert "<b>well</b>" in texts(chrome, "#samples .xtick text")
+    assert "ward-9" in texts(chrome, "#samples .ytick text")
+    assert chrome.do("document.querySelector('#clients .chart').data[0].text[3]") == "client ward-3, data-0"
+    quiet(chrome)
+
+
+def test_a_run_that_does_not_know_its_clients_has_no_heat_map(page: Browser) -> None:
+    assert page.do("document.querySelector('#samples').hidden")
+    assert page.do("document.querySelector('#clients .chart').data[0].text[3]").startswith("client 3, ")

@@ -44,17 +44,17 @@ def test_a_groups_cells_are_the_mean_of_its_runs(groups: list[Group]) -> None:
 
 def test_the_best_is_marked_and_what_the_spread_does_not_separate(groups: list[Group]) -> None:
     marks = {group.label: cells(group, groups)[0].mark for group in groups}
-    assert marks == {"tdpfed": "best", "fedavg": "close", "local": ""}
+    assert marks == {"TDPFed": "best", "FedAvg": "close", "Local": ""}
     at = [column.key for column in COLUMNS].index("uplink_bytes")
     assert {group.label: cells(group, groups)[at].mark for group in groups} == {
-        "tdpfed": "",
-        "fedavg": "",
-        "local": "best",
+        "TDPFed": "",
+        "FedAvg": "",
+        "Local": "best",
     }
     assert {cells(group, groups)[-1].mark for group in groups} == {""}, "more rounds are neither good nor bad"
     costs = {group.label: [cell.mark for cell in reach_cells(group, groups, 0.6)] for group in groups}
-    assert costs["local"] == ["", "best"]
-    assert costs["tdpfed"][0] == "best"
+    assert costs["Local"] == ["", "best"]
+    assert costs["TDPFed"][0] == "best"
     assert {cell.mark for group in groups for cell in reach_cells(group, groups, 0.99)} == {""}
     assert [cell.mark for cell in cells(groups[0], groups[:1])] == len(COLUMNS) * [""]
 

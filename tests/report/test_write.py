@@ -21,6 +21,7 @@ from tdpfed.report import Report, export, figures, follow, read_run, write_page
 from tdpfed.report.page import render
 from tdpfed.report.plans import plan_of
 from tdpfed.runs.folder import RunFolder
+from tdpfed.runs.seals import sealed
 
 
 def data_of(page: Path) -> dict[str, Any]:
@@ -169,6 +170,55 @@ def test_refusals_are_counted_by_rule_and_client(tmp_path: Path) -> None:
     assert data_of(write_page([folders.make(tmp_path / "calm")]).page)["groups"][0]["robust"] is None
 
 
+def test_the_samples_of_runs_with_the_same_clients_are_on_the_page_once(tmp_path: Path) -> None:
+    paths = [folders.with_data(folders.make(tmp_path / f"{i}", seed=i // 2), i // 2) for i in range(4)]
+    data = data_of(write_page([*paths, folders.make(tmp_path / "old")], tmp_path / "page.html").page)
+    assert [run["federation"] for run in data["runs"]] == [0, 0, 1, 1, None]
+    one = data["federations"][1]
+    assert one["classes"] == ["ill", "<b>well</b>", "3"]
+    assert (one["size"], one["ids"], one["clients"]) == (10, *2 * [[f"ward-{k}" for k in range(10)]])
+    assert one["counts"] == [[k % 7, 1, 2] for k in range(10)]
+
+
+def test_samples_of_many_clients_are_thinned_and_uncounted_ones_left_out(tmp_path: Path) -> None:
+    many = tuple(str(k) for k in range(3001))
+    paths = [
+        folders.with_data(folders.make(tmp_path / "a"), ids=many),
+        folders.with_data(folders.make(tmp_path / "b"), counts=()),
+    ]
+    first, second = data_of(write_page(paths, tmp_path / "page.html").page)["federations"]
+    assert (len(first["counts"]), first["clients"][0], first["clients"][-1]) == (400, "0", "3000")
+    assert (first["size"], first["ids"], second["counts"], len(second["ids"])) == (3001, [], [], 10)
+
+
+def test_rejected_clients_have_their_ids(tmp_path: Path) -> None:
+    path = folders.with_data(folders.make(tmp_path / "run", status=None))
+    for client in (7, 99):
+        line = {"round": 1, "client": client, "rule": "size", "reason": "too long"}
+        with (path / "refusals.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    robust = data_of(write_page([path]).page)["groups"][0]["robust"]
+    assert robust["clients"] == [["ward-7", 1], ["99", 1]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids": ["a"] * 9}, {"ids": list(range(10))}, {"class_counts": [[1, 2, 3]] * 9},
+        {"class_counts": [[1, 2]] * 10}, {"class_counts": [[1, 2, -3]] * 10}, {"class_counts": [3] * 10},
+        {"train_size": ["1"] * 10}, {"classes": 2.0}, {"class_names": ["ill"]},
+    ],
+)  # fmt: skip
+def test_a_card_that_does_not_fit_together_is_a_note(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = folders.with_data(folders.make(tmp_path / "run"))
+    values = json.loads((path / "federation.json").read_text())
+    del values["sha256"]
+    (path / "federation.json").write_text(sealed(json.dumps(values | change)))
+    report = write_page([path])
+    assert [note for note in report.notes if "federation.json is ignored" in note]
+    assert data_of(report.page)["federations"] == []
+
+
 def test_the_plan_is_that_of_the_configuration(tmp_path: Path) -> None:
     plan = plan_of(read_run(folders.make(tmp_path / "a", "algorithm.compression=4", "algorithm.exclude=['fc2*']")))
     assert isinstance(plan, FactorPlan)
@@ -212,6 +262,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     assert sorted(files) == sorted(folder.iterdir())
     stems = {file.stem for file in files if file.suffix == ".png"}
     assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
+    assert "accuracy-personalized-final" in stems
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
         with Image.open(folder / f"{stem}.png") as image:
@@ -242,12 +293,45 @@ def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path
     assert "_$x^{" in "".join(root.itertext())
 
 
+def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(tmp_path: Path) -> None:
+    run, folder = folders.make(tmp_path / "run"), tmp_path / "tables"
+    for arguments, width in (([], 6), (["--columns", "seconds, up MB"], 3)):
+        assert call(str(run), "--export", str(folder), *arguments)[0] == 0
+        text = (folder / "results.tex").read_text()
+        head = [title.strip() for title in text.splitlines()[2].removesuffix("\\\\").split("&")]
+        assert len(head) == width
+        assert head[0] == "method"
+        assert re.search(r"tabular\}\{l(r+)\}", text)[1] == "r" * (width - 1)  # type: ignore[index]
+    assert head == ["method", "seconds", "up MB"]
+    assert "best personalized %" in (folder / "results.csv").read_text(), "the other formats have all columns"
+    for arguments, words in {
+        ("--columns", "seconds"): "no effect without --export",
+        ("--export", "x", "--columns", "second"): "did you mean 'seconds'",
+        ("--export", "x", "--columns", "seconds,seconds"): "only once",
+    }.items():
+        with pytest.raises(TDPFedError, match=words):
+            call(str(run), *arguments)
+    assert not Path("x").exists()
+
+
+def test_a_figure_ends_below_what_diverges(tmp_path: Path) -> None:
+    paths = [folders.make(tmp_path / name, f"algorithm.name={name}", rounds=5) for name in ("fedavg", "ditto", "apfl")]
+    lines = [json.loads(line) for line in (paths[0] / "metrics.jsonl").read_text().splitlines()]
+    grown = [{**line, "loss": 10.0 ** line["round"]} for line in lines]
+    (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in grown))
+    drawn: dict[str, Any] = {}
+    figures.draw(write_page(paths, tmp_path / "page.html").groups, drawn.__setitem__)
+    axes = drawn["loss-training-rounds"].axes[0]
+    assert 1.5 < axes.get_ylim()[1] < 2.5
+    assert "FedAvg (up to 1e+05)" in axes.get_title("right")
+
+
 def test_data_sets_are_exported_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[str]] = []
     monkeypatch.setattr(figures, "draw", lambda groups, save: drawn.append([group.label for group in groups]))
     paths = [folders.make(tmp_path / "a"), folders.make(tmp_path / "b", "data.name=mnist", "algorithm.name=fedavg")]
     export(write_page(paths, tmp_path / "page.html").groups, tmp_path / "figures")
-    assert drawn == [["tdpfed"], ["fedavg"]]
+    assert drawn == [["TDPFed"], ["FedAvg"]]
 
 
 def test_only_a_page_that_is_kept_up_to_date_reloads_itself(tmp_path: Path) -> None:

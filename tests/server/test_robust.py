@@ -1,6 +1,5 @@
 """Rules of aggregation: each against a plain implementation, and what no minority of clients can do to it."""
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -12,20 +11,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tdpfed.core.layout import Layout
 from tdpfed.errors import TDPFedError
 from tdpfed.server.robust import (
     Rule,
     VectorAverage,
     average_for,
     clipped,
-    factor_distances,
     krum,
     median,
     multi_krum,
     trimmed_mean,
     weighted_mean,
-    within_gauge,
 )
 
 Rows = list[list[float]]
@@ -393,37 +389,3 @@ def test_a_rule_names_its_average(rule: Rule, average: VectorAverage) -> None:
     others = {Rule(), Rule("median"), Rule("krum", byzantine=2), Rule(clip=0.5)} - {rule}
     for other in others:
         assert not torch.equal(average_for(other, center)(uploads, weights), average(uploads, weights))
-
-
-class TestGauge:
-    LAYOUT = Layout(("fc.A1", "fc.A2", "bias"), ((4, 2), (3, 2), (5,)))
-
-    def broadcast(self) -> Tensor:
-        return drawn(0, 19) + torch.tensor([2.0] * 14 + [0.5] * 5)
-
-    def test_distances_by_hand(self) -> None:
-        broadcast = self.broadcast()
-        uploads = drawn(1, 3, 19)
-        distances = factor_distances(uploads, broadcast, self.LAYOUT)
-        assert distances.shape == (3, 3)
-        typical = math.sqrt(sum(v * v for v in broadcast.tolist()) / 19)
-        for k, (e, where) in itertools.product(range(3), enumerate([range(8), range(8, 14), range(14, 19)])):
-            norm = math.sqrt(sum(broadcast[i].item() ** 2 for i in where))
-            far = math.sqrt(sum((uploads[k, i] - broadcast[i]).item() ** 2 for i in where))
-            assert distances[k, e].item() == pytest.approx(far / max(norm, typical * math.sqrt(len(where))))
-
-    def test_a_bias_of_zero_has_a_distance(self) -> None:
-        broadcast = self.broadcast().index_fill(0, torch.arange(14, 19), 0.0)
-        distances = factor_distances(broadcast[None] + 0.01, broadcast, self.LAYOUT)
-        assert bool((distances < 0.02).all())
-        assert bool((distances > 0).all())
-
-    def test_who_is_outside_and_where(self) -> None:
-        broadcast = self.broadcast()
-        uploads = broadcast + 0.01 * drawn(2, 4, 19)
-        uploads[1, 8:14] *= 3
-        uploads[3, :8] *= -1
-        inside, entry = within_gauge(uploads, broadcast, self.LAYOUT, 1.0)
-        assert inside.tolist() == [True, False, True, False]
-        assert [self.LAYOUT.names[entry[k]] for k in (1, 3)] == ["fc.A2", "fc.A1"]
-        assert within_gauge(uploads, broadcast, self.LAYOUT, 1e9)[0].all()

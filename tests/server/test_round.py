@@ -11,11 +11,11 @@ from tdpfed.algorithms import Algorithm, FedAvg, Local, PFedMe, TDPFed
 from tdpfed.core.layout import Layout
 from tdpfed.core.state import State, Turn
 from tdpfed.errors import QuorumError, TDPFedError
-from tdpfed.server.gate import accepted, refusals
+from tdpfed.server.gate import accepted, only, refusals
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.robust import Rule
-from tdpfed.server.round import ServerRound, diverged, initial_state, only
+from tdpfed.server.round import ServerRound, diverged, initial_state
 
 LAYOUT = Layout.of(small.mlp())
 TURN = Turn(0, 4, torch.tensor([2, 3, 7, 8]))

@@ -20,7 +20,11 @@ class APFL(FedAvg):
     follows = "none"
 
     alpha: float = hyper(
-        0.5, "initial share of a client's own model in its personalized one; 0 is FedAvg, 1 is local", least=0, most=1
+        0.5,
+        "initial share of a client's own model in its personalized one; 0 is FedAvg, 1 is local",
+        least=0,
+        most=1,
+        search=(0.1, 0.9),
     )
     adaptive: bool = hyper(True, "whether each client learns its alpha")
 

@@ -27,6 +27,9 @@ from tdpfed.errors import TDPFedError, wrong
 CHOICE = "choice"
 """The entry ``(1,)`` of private state with the number of the candidate that a client uses, if it chooses."""
 
+RATES = (0.2, 5.0)
+"""The range in which tuning searches a learning rate, as multiples of its value."""
+
 Update = tuple[State, State, State]
 """The result of a client's round: new private state, upload, and metrics (at least ``loss``)."""
 
@@ -40,13 +43,15 @@ def hyper(
     most: float | None = None,
     below: float | None = None,
     rate: bool = False,
+    search: tuple[float, float] | Literal[False] | None = None,
 ) -> Any:
     """Declare a hyper-parameter: its default (without one it must be given), its meaning, and its range.
 
-    ``rate`` marks a learning rate, to be lowered when a run diverges.
+    ``rate`` marks a learning rate, to be lowered when a run diverges. ``search`` is the range in which tuning searches
+    the value, from least to most; a rate without one is searched from a fifth to five times its value, with False not.
     """
     item = setting(default, doc, above=above, least=least, most=most, below=below)
-    item.metadata = MappingProxyType({**item.metadata, "rate": rate})
+    item.metadata = MappingProxyType({**item.metadata, "rate": rate, "search": search})
     return item
 
 
@@ -69,6 +74,8 @@ class Algorithm(ABC):
     """A federated method. Subclasses become frozen dataclasses automatically."""
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    """The name as people write it, for reports; that of the class by default."""
     communicates: ClassVar[bool] = True
     """Whether clients and server exchange messages."""
     shared_seed: ClassVar[bool] = False
@@ -83,6 +90,8 @@ class Algorithm(ABC):
     """Whether all clients of a round count in the same average; differential privacy needs that."""
     per_sample: ClassVar[bool] = False
     """Whether private state holds values for each of a client's training samples, ``most_samples`` of them."""
+    own_loss: ClassVar[bool] = False
+    """Whether the method has a loss of its own, for classes, instead of the task's."""
     takes_newcomers: ClassVar[bool] = True
     """Whether a client that was not in training can be served by the server's state after it."""
     reports_change: ClassVar[bool] = False
@@ -110,6 +119,7 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.title = vars(cls).get("title", cls.__name__)
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -200,6 +210,14 @@ class Algorithm(ABC):
     def rates(self) -> dict[str, float]:
         """The learning rates by name, for the error of a run that diverges."""
         return {item.name: getattr(self, item.name) for item in self.hyper_parameters() if item.metadata.get("rate")}
+
+    @property
+    def search(self) -> dict[str, tuple[float, float]]:
+        """The ranges in which tuning searches for better hyper-parameters, by name."""
+        declared = {item.name: item.metadata.get("search") for item in self.hyper_parameters()}
+        rates = {name: (rate * RATES[0], rate * RATES[1]) for name, rate in self.rates.items()}
+        found = {name: rates.get(name) if limits is None else limits for name, limits in declared.items()}
+        return {name: limits for name, limits in found.items() if limits}
 
     @property
     def draws(self) -> int:

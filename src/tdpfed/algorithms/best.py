@@ -23,8 +23,8 @@ INNER = "method."
 """Prefix of the entries of private state that belong to the method inside."""
 
 SAME = (
-    "name", "communicates", "shared_seed", "same_for_all", "counts_clients", "averages", "averages_all", "per_sample",
-    "reports_change", "takes_newcomers",
+    "name", "title", "communicates", "shared_seed", "same_for_all", "counts_clients", "averages", "averages_all",
+    "per_sample", "reports_change", "own_loss", "takes_newcomers",
 )  # fmt: skip
 """What a method says of itself that stays true."""
 
@@ -200,10 +200,12 @@ class Best(Algorithm):
         """Return the error on each validation sample, ``(..., N)``: half whether it is wrong, half how unlikely it was.
 
         The second is ``1 - exp(-loss)``, one minus the probability of the right class. It lies between 0 and 1 too, so
-        that no sample decides alone, and tells apart models that are wrong equally often.
+        that no sample decides alone, and tells apart models that are wrong equally often. Of numbers it is the loss.
         """
         parts = [local.per_sample(theta, local.validation(t)) for t in range(self.choice_batches)]
-        return torch.cat([(1 - correct.to(loss) - torch.expm1(-loss)) / 2 for loss, correct in parts], -1)
+        return torch.cat([
+            loss if correct is None else (1 - correct.to(loss) - torch.expm1(-loss)) / 2 for loss, correct in parts
+        ], -1)  # fmt: skip
 
     def _gain(self, before: Tensor, after: Tensor, local: LocalWork) -> tuple[Tensor, Tensor]:
         """Return by how much the mean error is lower, ``(..., 1)``, and whether by more than the margin.

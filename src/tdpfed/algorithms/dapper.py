@@ -16,7 +16,9 @@ class Dapper(FedAvg):
     name = "dapper"
     follows = "none"
 
-    lam: float = hyper(0.5, "weight of a client's own samples; the public ones have the rest", least=0, most=1)
+    lam: float = hyper(
+        0.5, "weight of a client's own samples; the public ones have the rest", least=0, most=1, search=(0.1, 1.0)
+    )
     public: int = hyper(200, "number of public samples, drawn from the training samples of all", least=1, most=10**9)
 
     @property

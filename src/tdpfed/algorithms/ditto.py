@@ -18,7 +18,8 @@ class Ditto(FedAvg):
     name = "ditto"
 
     lam: float = hyper(
-        1.0, "lambda: how strongly the personal model is pulled towards the received one; 0 is training alone", least=0
+        1.0, "lambda: how strongly the personal model is pulled towards the received one; 0 is training alone", least=0,
+        search=(0.05, 5.0),
     )  # fmt: skip
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:

@@ -25,7 +25,9 @@ class FedALA(FedAvg):
     adaptive: tuple[str, ...] = hyper(
         ("last",), "patterns of the parameters that are mixed with the client's own; 'last' is the last layer"
     )
-    weight_rate: float = hyper(1.0, "learning rate of the mixing weights; at 0 they stay 1, as in FedAvg", least=0)
+    weight_rate: float = hyper(
+        1.0, "learning rate of the mixing weights; at 0 they stay 1, as in FedAvg", least=0, search=(0.05, 20.0)
+    )
     weight_steps: int = hyper(5, "steps on the mixing weights per round, each on a minibatch", least=1, most=10**6)
 
     @property

@@ -20,6 +20,7 @@ class FedAvgSAR(FedAvg):
     """Federated averaging of randomly chosen coordinates."""
 
     name = "fedavg_sar"
+    title = "FedAvg (s.a.r.)"
     shared_seed = True
     same_for_all = False
 

@@ -18,7 +18,9 @@ class FedBABU(SplitModel):
 
     name = "fedbabu"
 
-    fine_tune: int = hyper(20, "steps of body and head that personalize the received model", least=1, most=10**6)
+    fine_tune: int = hyper(
+        20, "steps of body and head that personalize the received model", least=1, most=10**6, search=(4, 40)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

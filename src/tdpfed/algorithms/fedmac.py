@@ -25,10 +25,13 @@ class FedMac(FedAvg):
     name = "fedmac"
     follows = "none"
 
-    lam: float = hyper(1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38)
-    gamma: float = hyper(
-        1.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38
+    lam: float = hyper(
+        1.0, "lambda: weight of the correlation of theta with the local model", least=0, most=1e38, search=(0.1, 10.0)
     )
+    gamma: float = hyper(
+        1.0, "weight of the sparsity term; local models stay within gamma / lambda", least=0, most=1e38,
+        search=(0.1, 10.0),
+    )  # fmt: skip
     rho: float = hyper(1.0, "width in which the sparsity term is smooth; smaller is nearer to the l1-norm", above=0)
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
@@ -43,12 +46,14 @@ class FedMac(FedAvg):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Alternate steps on theta and on the local model."""
         del private
-        theta = w = self._boxed(message["w"])
+        w = self._boxed(message["w"])
+        theta = w.clone()
         for batch in local.batches():
-            for _ in range(self.s):
+            for _ in range(self.s):  # in place: new memory in every step would take longer than the gradients
                 g, loss = local.gradient(theta, batch)
-                sparse = torch.add(g, torch.tanh(theta / self.rho), alpha=self.gamma)
-                theta = torch.sub(theta, torch.sub(sparse, w, alpha=self.lam), alpha=self.eta_p)
+                slope = torch.mul(theta, 2 / self.rho).sigmoid_()  # tanh(x) = 2 sigmoid(2x) - 1, in a tenth of the time
+                torch.add(g, slope, alpha=2 * self.gamma, out=slope).sub_(self.gamma)
+                theta.sub_(slope.sub_(w, alpha=self.lam), alpha=self.eta_p)
             w = self._boxed(towards(w, theta, self.eta * self.lam))  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

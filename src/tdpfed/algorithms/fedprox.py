@@ -14,7 +14,10 @@ class FedProx(FedAvg):
 
     name = "fedprox"
 
-    mu: float = hyper(0.1, "how strongly the local model is held near the received one; at 0 this is FedAvg", least=0)
+    mu: float = hyper(
+        0.1, "how strongly the local model is held near the received one; at 0 this is FedAvg", least=0,
+        search=(0.001, 1.0),
+    )  # fmt: skip
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Take ``tau`` steps on the loss and the proximal term; the loss reported is the client's own."""

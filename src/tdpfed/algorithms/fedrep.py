@@ -16,7 +16,8 @@ class FedRep(SplitModel):
     name = "fedrep"
 
     head_steps: int = hyper(
-        10, "steps of the head (minibatches) per round, before the tau steps of the body", least=1, most=10**6
+        10, "steps of the head (minibatches) per round, before the tau steps of the body", least=1, most=10**6,
+        search=(2, 30),
     )  # fmt: skip
 
     def __post_init__(self) -> None:

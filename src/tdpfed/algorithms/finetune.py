@@ -20,6 +20,7 @@ class FineTune(FedAvg):
     """FedAvg with fine-tuned personalized models."""
 
     name = "finetune"
+    title = "Fine-tuning"
     reports_change = True
 
     layers: tuple[str, ...] = hyper(("*",), "patterns of the parameters that are fine-tuned; 'last' is the last layer")

@@ -29,7 +29,7 @@ class HypCluster(FedAvg):
     summable = False
     averaged = ("models",)
 
-    clusters: int = hyper(2, "number of clusters, each with a model of its own", least=1, most=10**4)
+    clusters: int = hyper(2, "number of clusters, each with a model of its own", least=1, most=10**4, search=(1, 5))
     drawn_rounds: int = hyper(1, "rounds at the start in which a client's cluster is drawn at random", least=0)
     choice_batches: int = hyper(5, "minibatches on which a client compares the models", least=1, most=10**6)
 
@@ -72,7 +72,7 @@ class HypCluster(FedAvg):
         """Choose a model and train it."""
         del private
         models = message["models"].unflatten(-1, (self.clusters, self.layout.size))
-        batch = joined(local.batch(self.tau + t) for t in range(self.choice_batches))
+        batch = joined((local.batch(self.tau + t) for t in range(self.choice_batches)), local.turn)
         losses = [local.loss(w, batch) if self.clusters > 1 else w[..., 0] for w in models.unbind(-2)]
         drawn = torch.as_tensor(local.turn.round, device=models.device) <= self.drawn_rounds
         number = torch.where(

@@ -11,6 +11,7 @@ class LGFedAvg(FedPer):
     """Federated averaging of the last layers, with local representations."""
 
     name = "lgfedavg"
+    title = "LG-FedAvg"
 
     personal: tuple[str, ...] = hyper(
         ("!last",), "patterns of the parameters that stay on the client; '!last' is every layer but the last"

@@ -70,7 +70,7 @@ class Mapper(FedAvg):
         mixes = torch.stack([w.new_full((), lam) for lam in self.mixes])
         if len(fitted) == 1:
             return mixes.expand(*w.shape[:-1], 1), fitted[0]
-        batch = joined(local.validation(t) for t in range(self.choice_batches))
+        batch = joined((local.validation(t) for t in range(self.choice_batches)), local.turn)
         pairs = zip(self.mixes, fitted, strict=True)
         losses = torch.stack([local.loss(lam * v + (1 - lam) * w, batch) for lam, v in pairs], -1)
         best = losses.argmin(-1, keepdim=True)

@@ -23,22 +23,21 @@ class Mocha(Algorithm):
     """Federated multi-task learning of linear models."""
 
     name = "mocha"
+    title = "MOCHA"
     follows = "none"
     averages = averages_all = same_for_all = summable = takes_newcomers = False
-    per_sample = True
+    per_sample = own_loss = True
 
-    lam: float = hyper(0.1, "lambda: strength of the regularization", above=0, most=1e38)
+    lam: float = hyper(0.1, "lambda: strength of the regularization", above=0, most=1e38, search=(0.01, 10.0))
     ridge: float = hyper(0.1, "share of the identity in Sigma, by which no client loses its influence", above=0, most=1)
     relation_every: int = hyper(1, "rounds between updates of Sigma", least=1, most=10**6)
 
     def bind(self, layout: Layout, population: int, most_samples: int = 0) -> Self:
         """Bind to a model of one linear layer."""
-        if [len(shape) for shape in layout.shapes] not in ([2], [2, 1]) or len(
-            {shape[0] for shape in layout.shapes}
-        ) > 1:
-            raise wrong(
-                "algorithm.name", self.name, "another, or model.name 'logistic': it trains one linear layer only"
-            )
+        kinds, outputs = [len(shape) for shape in layout.shapes], {shape[0] for shape in layout.shapes}
+        if kinds not in ([2], [2, 1]) or len(outputs) > 1:
+            allowed = "another, or model.name 'logistic': it trains one linear layer only"
+            raise wrong("algorithm.name", self.name, allowed)
         return super().bind(layout, population, most_samples)
 
     def down(self) -> Entries:

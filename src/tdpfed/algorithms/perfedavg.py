@@ -19,6 +19,7 @@ class PerFedAvg(FedAvg):
     """Personalized FedAvg by meta-learning."""
 
     name = "perfedavg"
+    title = "Per-FedAvg"
     follows = "none"
 
     alpha: float = hyper(0.01, "learning rate of the adaptation step", least=0, most=1e38, rate=True)

@@ -17,9 +17,10 @@ class PFedMe(Algorithm):
     """Personalized federated learning with Moreau envelopes."""
 
     name = "pfedme"
+    title = "pFedMe"
     follows = "none"
 
-    lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0)
+    lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0, search=(3.0, 30.0))
     beta: float = hyper(1.0, "share of the clients' average in the new global model", above=0)
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1, most=10**6)

@@ -23,6 +23,7 @@ class PFedPara(FedPara):
     """FedPara with a private second product."""
 
     name = "pfedpara"
+    title = "pFedPara"
     follows = "none"
 
     eta: float = hyper(0.05, "learning rate of the factors", above=0, most=1e38, rate=True)

@@ -18,11 +18,14 @@ class Scaffold(Algorithm):
     """Stochastic controlled averaging."""
 
     name = "scaffold"
+    title = "SCAFFOLD"
     follows = "rate"
     counts_clients = True
 
     eta: float = hyper(0.05, "learning rate of the clients", above=0, most=1e38, rate=True)
-    eta_g: float = hyper(1.0, "learning rate of the server: share of the clients' mean change", above=0, rate=True)
+    eta_g: float = hyper(
+        1.0, "learning rate of the server: share of the clients' mean change", above=0, rate=True, search=False
+    )
     weights: Literal["samples", "uniform"] = hyper(
         "uniform", "weight of a client in the averages: the same for all, or its number of training samples"
     )

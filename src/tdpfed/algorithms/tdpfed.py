@@ -31,7 +31,9 @@ class TDPFed(Algorithm):
     include: tuple[str, ...] = hyper(("*",), "patterns of parameters to factorize")
     exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
     aggregation: Literal["afm", "act"] = hyper("afm", "average the factor matrices, or the composed tensors")
-    lam: float = hyper(12.0, "lambda: how strongly theta is held near the tensorized local model", least=0)
+    lam: float = hyper(
+        12.0, "lambda: how strongly theta is held near the tensorized local model", least=0, search=(3.0, 30.0)
+    )
     beta: float = hyper(1.0, "share of the clients' average in the new global model; 1 is plain averaging", above=0)
     s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
     s_prime: int = hyper(17, "s': steps on the factors per local round", least=1, most=10**6)

@@ -1,9 +1,11 @@
 """Terminal output: the progress of grids of runs (on standard error), and tables."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -170,3 +172,21 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def show(table: Table) -> None:
+    """Print a table; in a file or a pipe as wide as it needs to be, so that nothing is cut."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
+    console.print(table)
+
+
+def hanging(line: str, indent: int) -> None:
+    """Print a line; on a terminal, what does not fit continues below its last column."""
+    console = Console()
+    if console.is_terminal and console.width > 2 * indent:
+        line = textwrap.fill(
+            line, console.width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
+        )
+    typer.echo(line)

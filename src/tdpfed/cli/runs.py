@@ -305,6 +305,13 @@ def report(
             metavar="DIR", help="Also write the figures (PNG, SVG, PDF) and the tables (CSV, Markdown, LaTeX) here."
         ),
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="With --export: the columns of the LaTeX tables beside the method, by their headings on the page.",
+        ),
+    ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Follow runs in progress: update the page after every change.")
     ] = False,
@@ -314,8 +321,7 @@ def report(
     from tdpfed.report import Report, check_export, follow, write_page
     from tdpfed.report import export as write_exports
 
-    if export is not None:
-        check_export(export)
+    chosen = check_export(export, columns)
     shown: set[str] = set()
 
     def show_notes(made: Report) -> None:
@@ -328,7 +334,7 @@ def report(
 
     made = follow(runs, out, show_notes) if watch else write_page(runs, out)
     show_notes(made)
-    files = [] if export is None else write_exports(made.groups, export)
+    files = [] if export is None else write_exports(made.groups, export, chosen)
     if json_:
         print_json({"page": str(made.page), "files": [str(file) for file in files], "notes": list(made.notes)})
     else:

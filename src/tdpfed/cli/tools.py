@@ -1,24 +1,18 @@
-"""Commands that show information: configuration keys, presets, factor plans, data sets."""
+"""Commands that show information: configuration keys, presets, factor plans."""
 
 import json
 import tomllib
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
-from tdpfed.cli.base import DataRoot, Json, app, find_own_code, print_json
+from tdpfed.cli.base import Json, app, find_own_code, print_json
 from tdpfed.errors import TDPFedError
 
 LEAST_COMPRESSION = 1e-6
 """A smaller rate is none: already at 1 and below every parameter stays dense."""
-
-data = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List data sets, or download one.")
-app.add_typer(data, name="data")
 
 
 @app.command()
@@ -31,8 +25,9 @@ def keys(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """List every key of the configuration: allowed values, default and meaning."""
+    """List every key of the configuration, one per line: default, meaning and allowed values."""
     from tdpfed.algorithms import DEFAULT
+    from tdpfed.cli.display import hanging
     from tdpfed.config.keys import describe
 
     find_own_code(algorithm or "")
@@ -42,13 +37,10 @@ def keys(
             {key.name: {"allowed": key.allowed, "default": key.default, "meaning": key.meaning} for key in found}
         )
         return
-    folded = [Column(title, overflow="fold") for title in ("allowed", "default", "meaning")]
-    table = Table(Column("key", no_wrap=True), *folded, box=SIMPLE_HEAD)
-    for key in found:
-        # Escaped: square brackets are markup to rich.
-        default = "-" if key.default is None else escape(json.dumps(key.default))
-        table.add_row(key.name, escape(key.allowed), default, escape(key.meaning))
-    Console().print(table)
+    defaults = ["not set" if key.default is None else json.dumps(key.default) for key in found]
+    widths = [max(map(len, column)) for column in ([key.name for key in found], defaults)]
+    for key, default in zip(found, defaults, strict=True):
+        hanging(f"{key.name:{widths[0]}}  {default:{widths[1]}}  {key.meaning} [{key.allowed}]", sum(widths) + 4)
 
 
 @app.command()
@@ -59,6 +51,7 @@ def preset(
     json_: Json = False,
 ) -> None:
     """Print a preset as TOML, as the start of your own file; or list the presets."""
+    from tdpfed.cli.display import show
     from tdpfed.config import preset_text, presets
 
     if name is not None:
@@ -70,7 +63,7 @@ def preset(
     table = Table("preset", "description")
     for one, description in about.items():
         table.add_row(one, escape(description))
-    return Console().print(table)
+    return show(table)
 
 
 @app.command()
@@ -98,7 +91,7 @@ def plan(
     """Show ranks, parameter counts and compression rate of each layer (the paper's Table I)."""
     import torch
 
-    from tdpfed.cli.display import plan_table
+    from tdpfed.cli.display import plan_table, show
     from tdpfed.cp.plan import FactorPlan
     from tdpfed.models import from_spec
 
@@ -112,7 +105,7 @@ def plan(
         raise TDPFedError(f"--compression: {compression:g} given, must be at least {LEAST_COMPRESSION:g}")
     made = FactorPlan.of(built, compression, ranks=ranks, include=include or ("*",), exclude=exclude or ())
     if not json_:
-        Console().print(plan_table(made, f"{model}, compression {compression:g}"))
+        show(plan_table(made, f"{model}, compression {compression:g}"))
         return
     keys = ("name", "shape", "rank", "dense", "factored", "rate")
     print_json(
@@ -123,42 +116,6 @@ def plan(
             "total": {"dense": made.dense.size, "factored": made.factors.size, "rate": made.compression_rate},
         }
     )
-
-
-@data.command("list")
-def data_list(data_root: DataRoot = None, json_: Json = False) -> None:
-    """List the data sets: samples, shape, classes and location."""
-    from tdpfed.data import available
-
-    listings = available(data_root)
-    if json_:
-        print_json(
-            {name: {**asdict(entry), "path": entry.path and str(entry.path)} for name, entry in listings.items()}
-        )
-        return
-    table = Table("data set", "samples", "shape", "classes", "location")
-    for name, entry in listings.items():
-        where = "embedded" if entry.embedded else str(entry.path or "not found; tdpfed data get " + name)
-        samples = "-" if entry.samples is None else f"{entry.samples:,}"
-        table.add_row(name, samples, "x".join(map(str, entry.shape)), str(entry.classes), where)
-    Console().print(table)
-
-
-@data.command("get")
-def data_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A data set listed by `tdpfed data list`.")],
-    data_root: DataRoot = None,
-    json_: Json = False,
-) -> None:
-    """Find a data set, or download it and verify its checksum; then check that it can be read."""
-    from tdpfed.data import load
-
-    found = load(name, data_root)
-    result = {"name": found.name, "samples": len(found.y), "shape": found.x.shape[1:], "classes": found.classes}
-    if json_:
-        print_json(result)
-    else:
-        Console().print(", ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def _pair(option: str, text: str) -> tuple[str, int]:

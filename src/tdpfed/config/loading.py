@@ -1,7 +1,8 @@
 """Configuration files: TOML from a preset or a path, with single values overridden and everything checked.
 
 An ``[algorithm]`` table names the method and sets its hyper-parameters. A file may also contain ``[algorithms.NAME]``
-tables: settings that apply only if that method is chosen, so that one file can be used for several methods.
+tables: settings that apply only if that method is chosen, so that one file can be used for several methods. A table
+``[algorithms.NAME.server]`` holds settings of the section ``server`` in the same way.
 """
 
 import json
@@ -27,6 +28,9 @@ MOST_DEPTH, MOST_KEY = 16, 100
 
 TABLES = "algorithms"
 """The table of tables ``[algorithms.NAME]``."""
+
+SERVER = "server"
+"""The section whose settings may also depend on the method."""
 
 LENGTHS = ("tau", "epochs")
 """The two ways to say how long clients train in a round."""
@@ -87,11 +91,15 @@ def checked_config(values: Mapping[str, Any], errors: list[TDPFedError]) -> Conf
     errors += _strange(values)
     if len(errors) > before:
         return None
-    made = _method(values, errors)
+    own_server: dict[str, Any] = {}
+    made = _method(values, own_server, errors)
     errors += [unknown("section", name, SECTIONS) for name in values if name not in (*SECTIONS, TABLES)]
     for name, section in SECTIONS.items():
         if name != ALGORITHM:
-            made[name] = build(section, values.get(name, {}), name, errors)
+            given = values.get(name, {})
+            if name == SERVER and own_server and isinstance(given, Mapping):
+                given = {**own_server, **given}
+            made[name] = build(section, given, name, errors)
     for name, settings in made.items():
         if name != "method_name" and settings is not None:
             try:
@@ -202,8 +210,8 @@ def _strange(values: Mapping[str, Any]) -> Iterator[TDPFedError]:
             yield wrong(key[:MOST_KEY], value, "a finite number, text, true or false, a list or a table")
 
 
-def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, Any]:
-    """Return the method's name and the method; nothing if it cannot be found."""
+def _method(values: Mapping[str, Any], server: dict[str, Any], errors: list[TDPFedError]) -> dict[str, Any]:
+    """Return the method's name and the method; nothing if it cannot be found. Its ``server`` settings are added."""
     given, tables = values.get(ALGORITHM, {}), values.get(TABLES, {})
     name: Any = given.get("name", DEFAULT) if isinstance(given, Mapping) else DEFAULT
     hyper: dict[str, Any] = {}
@@ -221,7 +229,12 @@ def _method(values: Mapping[str, Any], errors: list[TDPFedError]) -> dict[str, A
             if other != name:  # the chosen one is reported below
                 errors.append(error.at(TABLES))
             continue
-        own = _one_length(read(method, table, f"{TABLES}.{other}", errors), f"{TABLES}.{other}", errors)
+        where, own = f"{TABLES}.{other}", table
+        if isinstance(table, Mapping) and SERVER in table:
+            beside = read(SECTIONS[SERVER], table[SERVER], f"{where}.{SERVER}", errors)
+            server |= beside if other == name else {}
+            own = {key: value for key, value in table.items() if key != SERVER}
+        own = _one_length(read(method, own, where, errors), where, errors)
         if other == name:
             replaced = LENGTHS if any(hyper.get(key) is not None for key in LENGTHS) else ()
             hyper = {**{key: value for key, value in own.items() if key not in replaced}, **hyper}

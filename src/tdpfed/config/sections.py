@@ -14,6 +14,7 @@ import torch
 from tdpfed.algorithms import DEFAULT, Algorithm, Best, find
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import check, plain, same, setting
+from tdpfed.core.tasks import TaskSettings
 from tdpfed.data.build import Partition, Split
 from tdpfed.data.federation import Augment
 from tdpfed.data.normalization import Normalize
@@ -48,6 +49,9 @@ class Run(Section):
     )
     evaluate_every: int = setting(1, "rounds between evaluations; the last round is always evaluated", least=1)
     evaluate_clients: int | None = setting(None, "number of clients to evaluate, drawn with the seed", least=1)
+    train_loss: bool = setting(
+        False, "also evaluate the personalized and the global models on all training samples, which takes its time"
+    )
     diagnostics_every: int = setting(0, "rounds between measurements for the paper's analysis; 0: never", least=0)
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a GPU if available")
     runner: RunnerName = setting("batched", "compute all clients at once, or one after another")
@@ -83,9 +87,11 @@ class Data(Section):
     min_samples: int = setting(1, "minimum number of samples per client", least=1)
     max_samples: int | None = setting(None, "maximum number of samples per client, to study scarce data", least=2)
     split: Split | None = setting(
-        None, "test samples: a part of each client's, or the official ones; default for a file with test_mask: official"
+        None,
+        "test samples: some of each client's (client), its last ones (time), or the official ones; default: official "
+        "for a file with test_mask, time for text, otherwise client",
     )
-    test_fraction: float = setting(0.25, "client split: fraction held out", above=0, below=1)
+    test_fraction: float = setting(0.25, "client and time split: fraction held out", above=0, below=1)
     normalize: Normalize = setting(
         "standard",
         "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",
@@ -187,7 +193,7 @@ ALGORITHM = "algorithm"
 """The section of the method: its name, and the hyper-parameters that its class declares."""
 
 SECTIONS: dict[str, type] = {
-    "run": Run, "data": Data, "model": Model, ALGORITHM: Algorithm, "optimizer": Optimizer,
+    "run": Run, "data": Data, "model": Model, "task": TaskSettings, ALGORITHM: Algorithm, "optimizer": Optimizer,
     "participation": Participation, "wire": Wire, "server": ServerStep, "robust": Robust, "privacy": Privacy,
     "evaluation": Evaluation, "checkpoint": Checkpoint, "engine": Engine,
 }  # fmt: skip
@@ -201,6 +207,7 @@ class Config:
     run: Run = Run()
     data: Data = Data()
     model: Model = Model()
+    task: TaskSettings = TaskSettings()
     method_name: str = DEFAULT  # as given: module:Class for a user's own method
     method: Algorithm = field(default_factory=find(DEFAULT))
     optimizer: Optimizer = Optimizer()

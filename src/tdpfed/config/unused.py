@@ -16,7 +16,12 @@ TOLERANCE = 0.8
 
 def advice(config: Config, algorithm: Algorithm) -> list[str]:
     """Return warnings about a configuration and its algorithm, which is bound to the model."""
-    return [*_without_effect(config), *_without_uploads(config, algorithm), *_compression_missed(algorithm)]
+    return [
+        *_without_effect(config),
+        *_without_uploads(config, algorithm),
+        *_without_factors(config, algorithm),
+        *_compression_missed(algorithm),
+    ]
 
 
 def _without_effect(config: Config) -> Iterator[str]:
@@ -36,8 +41,10 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
         ("robust.byzantine", robust.name in ("krum", "multi-krum"), "robust.name = 'krum' or 'multi-krum'"),
         ("robust.keep", robust.name == "multi-krum", "robust.name = 'multi-krum'"),
+        ("robust.bound", privacy.asked is None, "differential privacy off, which clips every update itself"),
+        ("robust.weight_cap", config.method.weights == "samples", "algorithm.weights = 'samples'"),
         ("robust.attack_fraction", robust.attack is not None, "robust.attack"),
-        ("robust.attack_strength", robust.attack is not None, "robust.attack"),
+        ("robust.attack_strength", robust.attack not in (None, "zeros", "label-flip"), "another robust.attack"),
         ("privacy.delta", privacy.asked is not None, "privacy.clip and privacy.noise"),
         ("wire.terms", up, "wire.update = 'factors'"),
         ("wire.compression", up, "wire.update = 'factors'"),
@@ -72,6 +79,16 @@ def _without_uploads(config: Config, algorithm: Algorithm) -> Iterator[str]:
     ):
         if not algorithm.communicates and value != usual:
             yield f"{key}: {value!r} given, which has no effect with {algorithm.name!r}: it uploads nothing"
+
+
+def _without_factors(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Yield settings of CP factors for a method that sends none, whose uploads have no gauge."""
+    for key, value, usual in (
+        ("robust.gauge", config.robust.gauge, None),
+        ("robust.norms", config.robust.norms, "mean"),
+    ):
+        if algorithm.plan is None and value != usual:
+            yield f"{key}: {value!r} given, which has no effect with {algorithm.name!r}: it sends no CP factors"
 
 
 def _compression_missed(algorithm: Algorithm) -> Iterator[str]:

@@ -47,6 +47,7 @@ class Stream(IntEnum):
     VALIDATION = 12
     PUBLIC = 13
     CLUSTER = 14
+    DROPOUT = 15
 
 
 def mix(x: Bits) -> Bits:

@@ -25,8 +25,8 @@ Batch = tuple[Tensor, Tensor]
 Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Maps parameters and a minibatch to gradient and loss."""
 
-PerSample = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""Maps parameters and a minibatch to each sample's loss and whether it is predicted correctly."""
+PerSample = Callable[[Tensor, Batch], tuple[Tensor, Tensor | None]]
+"""Maps parameters and a minibatch to each sample's loss and whether it is predicted correctly; None for numbers."""
 
 HessianProduct = Callable[[Tensor, Batch, Tensor], Tensor]
 """Maps parameters, a minibatch and a vector to the product of the loss's Hessian with the vector."""
@@ -133,7 +133,10 @@ class LocalWork(ABC):
 
     @abstractmethod
     def batch(self, t: int) -> Batch:
-        """Return minibatch ``t`` of this round, from 0: inputs ``(..., B, *input_shape)`` and targets ``(..., B)``."""
+        """Return minibatch ``t`` of this round, from 0: inputs ``(..., B, *input_shape)``, targets ``(..., B, ...)``.
+
+        With dropout a sample is a row, whose last values are the key of its draws.
+        """
 
     @abstractmethod
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -144,8 +147,11 @@ class LocalWork(ABC):
         return self.gradient(theta, batch)[1]
 
     @abstractmethod
-    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each."""
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each.
+
+        Of several targets it is the share of them; None for numbers, which are neither right nor wrong.
+        """
 
     @abstractmethod
     def hessian_product(self, theta: Tensor, batch: Batch, vector: Tensor) -> Tensor:
@@ -246,10 +252,10 @@ def _there(what: str, found: T | None) -> T:
     return found
 
 
-def joined(batches: Iterable[Batch]) -> Batch:
-    """Return minibatches of one size as one minibatch: its mean loss is the mean of theirs."""
+def joined(batches: Iterable[Batch], turn: Turn) -> Batch:
+    """Return a turn's minibatches of one size as one minibatch: its mean loss is the mean of theirs."""
     xs, ys = zip(*batches, strict=True)
-    samples = ys[0].ndim - 1
+    samples = turn.clients.ndim
     return torch.cat(xs, samples), torch.cat(ys, samples)
 
 

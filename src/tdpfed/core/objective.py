@@ -6,6 +6,7 @@ The model is an ordinary ``nn.Module``, called as a function of a flat vector. W
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,18 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
+from tdpfed.core.dropout import Drops, is_active, key_of, with_key
+from tdpfed.core.inputs import Inputs
 from tdpfed.core.layout import Layout, refuse_running_statistics
 from tdpfed.core.local import Batch
+from tdpfed.core.losses import LossFunction, cross_entropy
+from tdpfed.core.state import Turn
+from tdpfed.core.tasks import Task
 from tdpfed.errors import TDPFedError
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of ``(B, C)`` and class numbers ``(B,)``, with fewer operators than PyTorch's."""
-    return nn.functional.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).mean().neg()
 
 
 @dataclass(frozen=True)
@@ -33,20 +32,46 @@ class Objective:
 
     model: nn.Module
     layout: Layout  # of the parameters that are trained; frozen ones stay in the model
-    loss: Loss
+    task: Task
     short: bool = False  # layers compute in bfloat16 where autocast does; parameters and loss do not
+    inputs: Inputs | None = None  # what a sample holds; None: a tensor, which the model is called with
+    drops: bool = False  # whether layers drop in training
+    alone: bool = False  # whether the model cannot be computed for several clients at once
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss = cross_entropy, *, short: bool = False) -> "Objective":
-        """Return the objective of ``model``; ``loss(outputs, targets)`` is the mean over the batch."""
+    def of(
+        cls,
+        model: nn.Module,
+        task: Task | LossFunction = cross_entropy,
+        *,
+        short: bool = False,
+        inputs: Inputs | None = None,
+    ) -> "Objective":
+        """Return the objective of ``model`` and a task; a function of outputs and targets is the loss of classes."""
         refuse_running_statistics(model)
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.training and layer.p > 0:
-                raise TDPFedError(
-                    f"model: layer {name!r} is a {type(layer).__name__} in training mode, whose draws are not "
-                    "reproducible; remove it, set p=0 or call model.eval()"
-                )
-        return cls(model, Layout.of(_trained(model)), loss, short)
+        refuse_lazy(model)
+        drops = is_active(model)
+        if drops and inputs is None:
+            raise TDPFedError("dropout in training needs the shape of a sample; give inputs", field="model")
+        task = task if isinstance(task, Task) else Task.of(task)
+        return cls(model, Layout.of(_trained(model)), task, short, inputs, drops)
+
+    @property
+    def loss(self) -> LossFunction:
+        """The mean loss over a batch, a function of outputs and targets."""
+        return self.task.loss.mean
+
+    def keyed(self, batches: Callable[[int], Batch], turn: Turn) -> Callable[[int], Batch]:
+        """Return minibatches that carry the keys of their dropout; the same ones if no layer drops."""
+        if not self.drops or self.inputs is None:
+            return batches
+        dims = len(self.inputs.shape)
+
+        def batch(step: int) -> Batch:
+            x, y = batches(step)
+            return with_key(x, dims, turn, step), y
+
+        return batch
 
     def initial(self) -> Tensor:
         """Return the model's own trained parameters as a flat vector ``(P,)``."""
@@ -66,17 +91,16 @@ class Objective:
             {name: value for name, value in one.model.state_dict().items() if name not in one.layout.names}
             for one in (self, other)
         )
-        same = (self.layout, self.loss, self.short, mine.keys()) == (other.layout, other.loss, other.short, its.keys())
+        same = (self.layout, self.task, self.short, self.inputs, self.drops, mine.keys()) == (
+            other.layout, other.task, other.short, other.inputs, other.drops, its.keys()
+        )  # fmt: skip
         return same and all(torch.equal(value, its[name]) for name, value in mine.items())
 
     def activation_size(self, x: Tensor) -> int:
         """Return the number of activations per sample, measured on inputs ``(B, ...)``."""
         counts: list[int] = []
         leaves = [layer for layer in self.model.modules() if not any(layer.children())]
-        hooks = [
-            layer.register_forward_hook(lambda *call: counts.append(call[2].numel() if torch.is_tensor(call[2]) else 0))
-            for layer in leaves
-        ]
+        hooks = [layer.register_forward_hook(lambda *call: counts.append(_values_in(call[2]))) for layer in leaves]
         try:
             self.outputs(self.initial(), x)
         finally:
@@ -87,8 +111,13 @@ class Objective:
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
         parameters = self.layout.unflatten(theta)
-        with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False):
-            result: Tensor = functional_call(self.model, parameters, (x,))
+        drops: AbstractContextManager[object] = nullcontext()
+        if self.drops and self.inputs is not None:
+            x, bits = key_of(x, self.inputs.shape)
+            drops = Drops(bits)
+        args, named = ((x,), {}) if self.inputs is None else self.inputs.arguments(x)
+        with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False), drops:
+            result: Tensor = functional_call(self.model, parameters, args, named)
         return result.to(theta.dtype) if self.short else result
 
     def value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -123,24 +152,45 @@ class Objective:
 
     def one_by_one(self, theta: Tensor) -> bool:
         """Whether to compute clients one by one: a CPU runs K convolutions faster than one with K groups."""
-        return theta.device.type == "cpu" and self.convolves
+        return self.alone or (theta.device.type == "cpu" and self.convolves)
 
-    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss and whether the largest output is its target, ``(..., B)`` each."""
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return each sample's loss and whether it is predicted correctly, ``(..., B)`` each.
+
+        Of several targets it is the share of them; None for numbers, which are neither right nor wrong.
+        """
         with torch.no_grad():
             compute = vmap(self._per_sample) if theta.ndim == 2 else self._per_sample
             losses, correct = compute(theta, batch)
-        return losses, correct
+        return losses, correct if self.task.rates else None
 
     def _per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         outputs = self.outputs(theta, batch[0])
-        losses = vmap(lambda output, target: self.loss(output[None], target[None]))(outputs, batch[1])
-        return losses, outputs.argmax(-1) == batch[1]
+        losses = self.task.each(outputs, batch[1])
+        return losses, self.task.right(outputs, batch[1]) if self.task.rates else torch.zeros_like(losses)
 
     @cached_property
     def convolves(self) -> bool:
         """Whether the model has convolutions."""
         return any(isinstance(layer, CONVOLUTIONS) for layer in self.model.modules())
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters without a shape, which a lazy module gets when it is called for the first time."""
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    lazy = [name for name, value in values.items() if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise TDPFedError(
+            f"{lazy[0]!r} of a lazy module has no shape yet; call the model once on a batch before, or give the sizes",
+            field="model",
+        )
+
+
+def _values_in(found: object) -> int:
+    """Return the number of values of the tensors in what a layer returns."""
+    if isinstance(found, Tensor):
+        return found.numel()
+    return sum(map(_values_in, found)) if isinstance(found, tuple | list) else 0
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -57,7 +57,7 @@ class PlainLocal(LocalWork):
         """Return gradient and loss."""
         return self._gradient(theta, batch)
 
-    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return each sample's loss, and whether it is predicted correctly."""
         assert self._per_sample is not None
         return self._per_sample(theta, batch)

@@ -13,8 +13,8 @@ from tdpfed.core.layout import Layout
 
 State = dict[str, Tensor]
 
-WIRE, STEP = "wire.", "step."
-"""Prefixes of entries that belong to the wire or to the server's optimizer and not to the method."""
+WIRE, STEP, GATE = "wire.", "step.", "gate."
+"""Prefixes of entries that belong to the wire, to the server's optimizer or to its gate, and not to the method."""
 
 Entries = Mapping[str, Layout | int]
 """The entries of a message: the layout of each, or its length if it has none."""
@@ -36,7 +36,7 @@ def to_each(state: State, turn: Turn) -> State:
 
 def own_entries(state: State) -> State:
     """Return the entries of a state that belong to the method."""
-    return {name: value for name, value in state.items() if not name.startswith((WIRE, STEP))}
+    return {name: value for name, value in state.items() if not name.startswith((WIRE, STEP, GATE))}
 
 
 def wire_entries(state: State) -> State:

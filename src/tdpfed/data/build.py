@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from numpy.typing import NDArray
 
 from tdpfed.data import partition as partitions
 from tdpfed.data.datasets import Dataset, load
 from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, unknown, wrong
 
 Partition = Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"]
-Split = Literal["client", "official"]
+Split = Literal["client", "official", "time"]
 PARTITIONS, SPLITS = get_args(Partition), get_args(Split)
 
 
@@ -26,8 +27,8 @@ def make_federation(
     options: Mapping[str, Any] | None = None,
     partition: str | None = None,
     clients: int | None = None,
-    per_client: int = 2,
-    alpha: float = 0.5,
+    per_client: int | None = None,
+    alpha: float | None = None,
     size_skew: float | None = None,
     min_samples: int = 1,
     max_samples: int | None = None,
@@ -41,11 +42,13 @@ def make_federation(
 ) -> Federation:
     """Load a data set and distribute its samples to clients.
 
-    ``partition`` defaults to natural if the data have natural clients and to classes otherwise; ``clients`` defaults to
-    20, or to all natural clients. ``per_client`` applies to classes and classes-in-turn, ``alpha`` to dirichlet,
-    ``size_skew`` to iid (default 0) and both kinds of classes (default 0.5). ``split`` "client" holds out
-    ``test_fraction`` of each client's samples, "official" the samples of the data set's own test part; the latter is
-    the default for your own file with a ``test_mask``. ``augment`` changes training images when they are drawn.
+    ``partition`` defaults to natural if the data have natural clients, otherwise to classes, or to iid if there
+    are no classes; ``clients`` defaults to 20, or to all natural clients. ``per_client`` (default 2) applies to classes
+    and classes-in-turn, ``alpha`` (default 0.5) to dirichlet, ``size_skew`` to iid (default 0) and both kinds of
+    classes (default 0.5): with another partition they are errors. ``split`` "client" holds out
+    ``test_fraction`` of each client's samples at random, "time" the last of them, "official" the samples of the data
+    set's own test part; the defaults are official for your own file with a ``test_mask``, time for data in the order of
+    time, client for others. ``augment`` changes training images when they are drawn.
     ``validation`` is the share of each client's training samples that a run holds out.
     ``options`` are passed to the data set's loader.
     """
@@ -58,25 +61,37 @@ def make_federation(
     if dataset == "synthetic":
         given = {"seed": seed, **({"clients": clients} if clients and partition in (None, "natural") else {}), **given}
     data = load(dataset, root, download=download, **given)
-    kind = partition or ("classes" if data.owner is None else "natural")
-    if size_skew is not None and kind in ("dirichlet", "natural"):
-        raise TDPFedError(
-            f"{size_skew!r} with partition {kind!r}; allowed: with iid, classes, classes-in-turn", field="size_skew"
-        )
+    strata = data.y if data.targets == "classes" else data.strata
+    usual = "natural" if data.owner is not None else "iid" if strata is None else "classes"
+    kind = partition or usual
+    if strata is None and kind not in ("iid", "natural"):
+        raise wrong("partition", kind, f"iid or natural for {data.name!r}, whose targets are {data.targets}")
+    for field, value, fitting in (
+        ("alpha", alpha, ("dirichlet",)),
+        ("per_client", per_client, ("classes", "classes-in-turn")),
+        ("size_skew", size_skew, ("iid", "classes", "classes-in-turn")),
+    ):
+        unsaid = field == "per_client" and partition is None  # then it is for the case that the data have no clients
+        if value is not None and kind not in fitting and not unsaid:
+            raise TDPFedError(f"{value!r} with partition {kind!r}; allowed: with {', '.join(fitting)}", field=field)
     ids: Sequence[str] = ()
     if kind == "natural":
         parts, ids = _natural(data, clients, seed)
     else:
         parts = _assigned(
-            data, kind, 20 if clients is None else clients, per_client, alpha, size_skew, min_samples, seed
-        )
+            data.y if strata is None else strata, kind, 20 if clients is None else clients,
+            2 if per_client is None else per_client, 0.5 if alpha is None else alpha, size_skew, min_samples, seed,
+        )  # fmt: skip
     parts = partitions.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
     own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
-    if (split or ("official" if own_mask else "client")) == "client":
+    split = split or ("official" if own_mask else "time" if data.in_time else "client")
+    if split == "client":
         pairs = partitions.split(parts, test_fraction, seed)
+    elif split == "time":
+        pairs = partitions.split_in_time(parts, test_fraction)
     elif data.official_test is None:
         raise TDPFedError(
-            f"'official' for {data.name!r}, which has no official test part; allowed: client", field="split"
+            f"'official' for {data.name!r}, which has no official test part; allowed: client, time", field="split"
         )
     else:
         pairs = partitions.split_official(parts, data.official_test)
@@ -86,7 +101,7 @@ def make_federation(
 
 
 def _assigned(
-    data: Dataset,
+    labels: NDArray[Any],
     kind: str,
     clients: int,
     per_client: int,
@@ -97,11 +112,11 @@ def _assigned(
 ) -> list[Indices]:
     skew = {} if size_skew is None else {"size_skew": size_skew}
     if kind == "iid":
-        return partitions.iid(data.y, clients, seed, min_samples=min_samples, **skew)
+        return partitions.iid(labels, clients, seed, min_samples=min_samples, **skew)
     if kind == "dirichlet":
-        return partitions.dirichlet(data.y, clients, alpha, seed, min_samples)
+        return partitions.dirichlet(labels, clients, alpha, seed, min_samples)
     in_turn = kind == "classes-in-turn"
-    return partitions.classes(data.y, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
+    return partitions.classes(labels, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 
 
 def _natural(data: Dataset, clients: int | None, seed: int) -> tuple[list[Indices], Sequence[str]]:

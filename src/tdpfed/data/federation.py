@@ -16,15 +16,19 @@ from torch import Tensor
 
 from tdpfed.core.draws import held_out_sizes
 from tdpfed.core.extras import held_out_rows
+from tdpfed.core.inputs import Inputs, Part
+from tdpfed.core.tasks import KINDS, Kind
 from tdpfed.data import partition
 from tdpfed.data.datasets import Dataset
-from tdpfed.data.formats import count_classes
 from tdpfed.data.normalization import RAW, Normalization, normalized
 from tdpfed.data.partition import Parts
+from tdpfed.data.targets import checked_targets, count_outputs, kind_of
 from tdpfed.errors import TDPFedError, nearest, shown, unknown, wrong
 
 Augment = Literal["none", "flip", "flip-shift"]
 AUGMENT = get_args(Augment)
+
+Values = Tensor | NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +36,22 @@ class Federation:
     """The data of K clients: first all training samples, client by client, then all test samples in the same order."""
 
     name: str
-    x: Tensor  # (N, *input_shape), floating
-    y: Tensor  # (N,) int64
+    x: Tensor  # (N, *input_shape), floating; int64 for token ids
+    y: Tensor  # (N,) or (N, ...): int64 for classes and tokens, floating for numbers and labels
     train_start: Tensor  # (K,) int64
     train_size: Tensor  # (K,) int64, at least 1
     test_start: Tensor  # (K,) int64
     test_size: Tensor  # (K,) int64, may be 0
-    classes: int
+    classes: int  # of labels, tokens or numbers their number: the outputs that a model needs
     augment: str = "none"  # how training images are changed when they are drawn
     validation: float = 0.0  # share of each client's training samples that is held out
     digest: str = ""  # SHA-256 sum of the samples as given, their labels and owners; empty if made by hand
     ids: tuple[str, ...] = ()  # (K,) the clients' names, all different; "0" to "K - 1" if none are given
     class_names: tuple[str, ...] = ()  # by label; empty if the classes have no names
     normalization: Normalization = RAW  # what was applied to the raw inputs
+    targets: Kind = "classes"
+    parts: tuple[Part, ...] = ()  # what a row of x holds, if a model takes several tensors
+    class_counts: Tensor | None = None  # (K, classes) samples of each class, for training and tests; None: not counted
     settings: Mapping[str, Any] = field(default_factory=dict)  # as make_federation was given them; empty: made by hand
 
     def __post_init__(self) -> None:
@@ -62,7 +69,7 @@ class Federation:
     def __repr__(self) -> str:
         train, test = int(self.train_size.sum()), int(self.test_size.sum())
         shape = "x".join(map(str, self.input_shape))
-        size = f"{self.clients} clients, {train} + {test} samples of {shape}, {self.classes} classes"
+        size = f"{self.clients} clients, {train} + {test} samples of {shape}, {self.classes} {self.targets}"
         return f"Federation({self.name!r}: {size})"
 
     @property
@@ -76,16 +83,24 @@ class Federation:
         return tuple(self.x.shape[1:])
 
     @property
+    def inputs(self) -> Inputs:
+        """What a sample holds: how a model is called with it."""
+        return Inputs(self.input_shape, self.parts)
+
+    @property
     def device(self) -> torch.device:
         """Where the samples are."""
         return self.x.device
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Self:
-        """Return the federation on ``device``, its samples as ``dtype`` if one is given."""
-        dtype = _floating(dtype or self.x.dtype)
-        ranges = ("y", "train_start", "train_size", "test_start", "test_size")
-        moved = {field: getattr(self, field).to(device) for field in ranges}
-        return replace(self, x=self.x.to(device, dtype), **moved)
+        """Return the federation on ``device``, its samples as ``dtype`` if one is given; whole numbers stay whole."""
+        ranges = ("train_start", "train_size", "test_start", "test_size")
+        moved = {name: getattr(self, name).to(device) for name in ranges}
+        for name in ("x", "y"):
+            values: Tensor = getattr(self, name)
+            wanted = _floating(dtype) if dtype is not None and values.is_floating_point() else values.dtype
+            moved[name] = values.to(device, wanted)
+        return replace(self, **moved)
 
     def with_augment(self, kind: str) -> Self:
         """Return the federation with training images randomly mirrored ("flip") and shifted ("flip-shift")."""
@@ -163,77 +178,108 @@ class Federation:
     ) -> Self:
         """Make a federation from a data set: (training, test) indices for each client, and the clients' names."""
         x, y = _tensor(dataset.x), _tensor(dataset.y)
-        made = cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype)
+        made = cls._gather(dataset.name, x, y, parts, dataset.classes, normalize, dtype, dataset.targets)
         return replace(made, ids=tuple(ids), class_names=dataset.class_names)
 
     @classmethod
     def from_tensors(
         cls,
-        x: Tensor | NDArray[Any],
-        y: Tensor | NDArray[Any],
-        client_ids: Tensor | NDArray[Any] | Sequence[Any],
+        x: Values | Mapping[str, Values] | tuple[Values, ...],
+        y: Values,
+        client_ids: Values | Sequence[Any],
         *,
-        test_mask: Tensor | NDArray[Any] | None = None,
+        test_mask: Values | None = None,
         test_fraction: float = 0.25,
         classes: int | None = None,
+        targets: Kind | None = None,
         normalize: str = "standard",
         seed: int = 0,
         name: str = "custom",
         dtype: torch.dtype = torch.float32,
         class_names: Sequence[str] = (),
     ) -> Self:
-        """Make a federation from your own data: samples ``x`` (N, ...), labels ``y`` (N,) and client ids (N,).
+        """Make a federation from your own data: samples ``x`` (N, ...), targets ``y`` (N, ...) and client ids (N,).
 
-        Ids may be numbers or strings; client k is the k-th smallest and keeps its id. Test samples are those of
+        ``x`` may be a dict or tuple of tensors, with which a model is called by name or by position. Inputs of int64 or
+        int32 are token ids, which stay as they are. ``targets`` says what ``y`` is, where :func:`kind_of` would guess
+        wrong. Ids may be numbers or strings; client k is the k-th smallest and keeps its id. Test samples are those of
         ``test_mask``, or a random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per
         channel of an image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1) or
         "none".
         """
-        x, y = _tensor(x).detach(), _tensor(y)
+        several = isinstance(x, Mapping | tuple)
+        given = [_tensor(one).detach() for one in (x.values() if isinstance(x, Mapping) else x if several else (x,))]  # type: ignore[arg-type]
+        names = list(x) if isinstance(x, Mapping) else None
+        y = _tensor(y)
+        if y.is_complex():
+            raise TDPFedError(f"{y.dtype}; allowed: whole or real numbers", field="y")
+        if targets is not None and targets not in KINDS:
+            raise unknown("targets", targets, KINDS)
         ids = client_ids.cpu().numpy() if isinstance(client_ids, Tensor) else np.asarray(client_ids)
         mask = None if test_mask is None else torch.as_tensor(test_mask).cpu().numpy()
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise TDPFedError(f"{y.dtype}; allowed: whole numbers", field="y")
         if mask is not None and mask.dtype != np.bool_:
             raise TDPFedError(f"{mask.dtype}; allowed: bool", field="test_mask")
-        for argument, values in (("y", y), ("client_ids", ids), ("test_mask", mask)):
-            if values is not None and tuple(values.shape) != tuple(x.shape[:1]):
+        count = len(given[0]) if given and given[0].ndim else 0
+        for argument, values in (("client_ids", ids), ("test_mask", mask)):
+            if values is not None and tuple(values.shape) != (count,):
                 raise TDPFedError(
-                    f"shape {tuple(values.shape)}; allowed: one value for each of the {len(x)} samples of x",
+                    f"shape {tuple(values.shape)}; allowed: one value for each of the {count} samples of x",
                     field=argument,
                 )
-        if len(x) == 0:
+        if y.ndim < 1 or len(y) != count:
+            raise TDPFedError(
+                f"shape {tuple(y.shape)}; allowed: a target for each of the {count} samples of x", field="y"
+            )
+        if count == 0:
             raise TDPFedError("no samples; allowed: 1 or more", field="x")
+        kind = kind_of(y) if targets is None else targets
         owned = partition.natural(ids)
         parts = partition.split(owned, test_fraction, seed) if mask is None else partition.split_official(owned, mask)
         classes = len(class_names) if class_names and classes is None else classes
-        classes = count_classes(y.numpy(force=True)) if classes is None else classes
-        made = cls._gather(name, x, y, parts, classes, normalize, dtype)
+        classes = count_outputs(y, kind) if classes is None else classes
+        if several:
+            x = dict(zip(names, given, strict=True)) if names is not None else tuple(given)
+        made = cls._gather(name, x if several else given[0], y, parts, classes, normalize, dtype, kind)  # type: ignore[arg-type]
         return replace(made, ids=partition.names(ids), class_names=tuple(class_names))
 
     @classmethod
     def _gather(
-        cls, name: str, x: Tensor, y: Tensor, parts: Parts, classes: int, normalize: str, dtype: torch.dtype
+        cls,
+        name: str,
+        x: Tensor | Mapping[str, Tensor] | tuple[Tensor, ...],
+        y: Tensor,
+        parts: Parts,
+        classes: int,
+        normalize: str,
+        dtype: torch.dtype,
+        kind: Kind = "classes",
     ) -> Self:
         _floating(dtype)
-        if x.ndim < 2 or x.is_complex() or 0 in x.shape[1:]:
-            raise TDPFedError(
-                f"{x.dtype} of shape {tuple(x.shape)}; allowed: real numbers of shape (samples, ...)", field="x"
-            )
+        several = Inputs((), ()) if isinstance(x, Tensor) else Inputs.of(x)
+        tensors = [x] if isinstance(x, Tensor) else list(x.values() if isinstance(x, Mapping) else x)
+        for one in tensors:
+            if one.ndim < (2 if isinstance(x, Tensor) else 1) or one.is_complex() or 0 in one.shape[1:]:
+                raise TDPFedError(
+                    f"{one.dtype} of shape {tuple(one.shape)}; allowed: real numbers of shape (samples, ...)", field="x"
+                )
         if not parts:
             raise TDPFedError("0; allowed: 1 or more", field="clients")
-        y = y.to(x.device).long()
-        if not 0 <= int(y.min()) <= int(y.max()) < classes:
-            raise TDPFedError(f"labels from {y.min()} to {y.max()}; allowed: 0 to {classes - 1}", field="y")
-        sizes = torch.tensor([[len(train), len(test)] for train, test in parts], device=x.device)
+        device = tensors[0].device
+        y = checked_targets(y.to(device), kind, classes, dtype)
+        sizes = torch.tensor([[len(train), len(test)] for train, test in parts], device=device)
         for k, count in enumerate(sizes[:, 0].tolist()):
             if count == 0:
                 raise TDPFedError(f"client {k}: 0 training samples; allowed: 1 or more")
         order = np.concatenate([part for kind in zip(*parts, strict=True) for part in kind]).astype(np.int64)
-        index = torch.from_numpy(order).to(x.device)
+        index = torch.from_numpy(order).to(device)
         trained = int(sizes[:, 0].sum())
         starts = sizes.cumsum(0) - sizes
-        inputs, normalization = normalized(x, index, trained, normalize, dtype)
+        made = [normalized(one, index, trained, normalize, dtype) for one in tensors]
+        if several.parts:
+            inputs = several.pack([one for one, _ in made], dtype)
+            normalization = Normalization.joined([found for _, found in made], several)
+        else:
+            inputs, normalization = made[0]
         return cls(
             name=name,
             x=inputs,
@@ -243,9 +289,25 @@ class Federation:
             test_start=(trained + starts[:, 1]).contiguous(),
             test_size=sizes[:, 1].contiguous(),
             classes=classes,
-            digest=_digest(x, y, sizes, order),
+            digest=_digest(tensors, y, sizes, order),
             normalization=normalization,
+            targets=kind,
+            parts=several.parts,
+            class_counts=_class_counts(y[index], sizes, classes, kind),
         )
+
+
+def _class_counts(y: Tensor, sizes: Tensor, classes: int, kind: Kind) -> Tensor | None:
+    """Return how many samples of each class every client has; ``sizes`` (K, 2) are those of training and test parts.
+
+    A sample may have several labels, and counts for each. Numbers and tokens are not counted.
+    """
+    if kind not in ("classes", "labels"):
+        return None
+    clients = torch.arange(len(sizes), device=y.device).repeat(2).repeat_interleave(sizes.T.flatten())
+    if kind == "labels":
+        return torch.zeros_like(y[: len(sizes)]).index_add(0, clients, y).long().cpu()
+    return (clients * classes + y).bincount(minlength=len(sizes) * classes).reshape(-1, classes).cpu()
 
 
 def unknown_client(given: object, ids: Sequence[str]) -> TDPFedError:
@@ -258,13 +320,14 @@ def unknown_client(given: object, ids: Sequence[str]) -> TDPFedError:
     )
 
 
-def _digest(x: Tensor, y: Tensor, sizes: Tensor, order: NDArray[np.int64]) -> str:
+def _digest(x: Sequence[Tensor], y: Tensor, sizes: Tensor, order: NDArray[np.int64]) -> str:
     """Return the SHA-256 sum of samples, labels, and which client has which for training and for tests.
 
     Taken before normalization, whose last bits may depend on the machine, and while bytes are still bytes.
     """
-    found = hashlib.sha256(f"{x.dtype} {tuple(x.shape)} {tuple(sizes.shape)}".encode())
-    for values in (x.detach(), y, sizes):
+    words = "".join(f"{one.dtype} {tuple(one.shape)} " for one in x)
+    found = hashlib.sha256(f"{words}{tuple(sizes.shape)}".encode())
+    for values in (*(one.detach() for one in x), y, sizes):
         found.update(values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     found.update(order.data)
     return found.hexdigest()

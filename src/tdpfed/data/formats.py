@@ -84,7 +84,7 @@ def read_cifar(
 
     ``records`` is the number of images of each file: the format does not store it, and it reveals truncated files.
     """
-    packed = _read_tar(paths[0], members) if paths[0].name.endswith(".tar.gz") else [_read(path) for path in paths]
+    packed = read_members(paths, members, "the binary version of CIFAR, not the Python one")
     images, labels = [], []
     size = label_bytes + prod(_PIXELS)
     for member, data, count in zip(members, packed, records, strict=True):
@@ -96,7 +96,11 @@ def read_cifar(
     return images, labels
 
 
-def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
+def read_members(paths: list[Path], members: tuple[str, ...], expected: str) -> list[bytes]:
+    """Return the content of files that are there unpacked, or all together in one ``.tar.gz`` archive."""
+    if not paths[0].name.endswith(".tar.gz"):
+        return [_read(path) for path in paths]
+    path = paths[0]
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:gz") as tar:
@@ -107,7 +111,7 @@ def _read_tar(path: Path, members: tuple[str, ...]) -> list[bytes]:
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise _broken(path, f"unreadable ({error})", "a complete .tar.gz archive") from error
     if missing := [name for name in members if name not in found]:
-        raise _broken(path, f"no {', '.join(missing)} in it", "the binary version of CIFAR, not the Python one")
+        raise _broken(path, f"no {', '.join(missing)} in it", expected)
     return [found[name] for name in members]
 
 

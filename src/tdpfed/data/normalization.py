@@ -4,13 +4,14 @@ They are kept with the federation, in run folders and with every model that leav
 normalized inputs is useless on raw ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
+from tdpfed.core.inputs import WHOLE, Inputs
 from tdpfed.errors import TDPFedError, unknown
 
 Normalize = Literal["standard", "feature", "unit", "none"]
@@ -40,6 +41,20 @@ class Normalization:
         whole = raw == torch.uint8 and kind == "unit"
         return cls(kind, _of(0.0).to(train.dtype), _of(255.0 if whole else 1.0).to(train.dtype))
 
+    @classmethod
+    def joined(cls, found: Sequence[Self], inputs: Inputs) -> Self:
+        """Return the statistics of rows that hold several inputs, from those of each input."""
+        rows = [
+            torch.cat([getattr(one, name).double().expand(1, *part.shape).reshape(1, -1)
+                       for one, part in zip(found, inputs.parts, strict=True)], 1)
+            for name in ("mean", "scale")
+        ]  # fmt: skip
+        kinds = {one.kind for one, part in zip(found, inputs.parts, strict=True) if not part.tokens}
+        dtype = torch.promote_types(
+            torch.float32, max((one.mean.dtype for one in found), key=lambda kind: kind.itemsize)
+        )
+        return cls(kinds.pop() if kinds else "none", rows[0].to(dtype), rows[1].to(dtype))
+
     @property
     def changes(self) -> bool:
         """Whether inputs differ from raw ones."""
@@ -47,6 +62,8 @@ class Normalization:
 
     def apply(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return raw inputs as a model of ``dtype`` takes them, with the same bits as in training."""
+        if x.dtype in WHOLE:
+            return x.long()
         work = x.to(self.mean.dtype)
         if self.changes:
             work = work.sub(self.mean.to(x.device)).div_(self.scale.to(x.device))
@@ -96,6 +113,10 @@ def normalized(
         raise unknown("normalize", normalize, NORMALIZE)
     work = torch.promote_types(dtype, torch.float32)
     raw = x.dtype
+    if raw in WHOLE:
+        if x.numel() and int(x.min()) < 0:
+            raise TDPFedError(f"token ids from {int(x.min())}; allowed: 0 or more; numbers must be floats", field="x")
+        return x[index].long(), RAW
     if raw == torch.uint8:
         x = x[index].to(work)
     else:

@@ -1,8 +1,8 @@
 """Partitions of samples into clients: pure functions of labels and a seed that return one index array per client.
 
 ``iid``, ``classes`` (at random or in turn), ``dirichlet`` and ``natural`` assign each sample to at most one client;
-``bounded`` enforces a minimum and a maximum number of samples per client; ``split`` and ``split_official`` separate
-training from test samples.
+``bounded`` enforces a minimum and a maximum number of samples per client; ``split``, ``split_in_time`` and
+``split_official`` separate training from test samples.
 """
 
 from collections.abc import Sequence
@@ -169,14 +169,26 @@ def split(parts: Sequence[Indices], test_fraction: float = 0.25, seed: int = 0) 
 
     A client with at least two samples gets both kinds; with ``test_fraction`` 0 no client has test samples.
     """
-    if not 0 <= test_fraction < 1:
-        raise TDPFedError(f"{test_fraction!r}; allowed: 0 or more, below 1", field="test_fraction")
     pairs = []
-    for k, part in enumerate(parts):
+    for k, (part, held_out) in enumerate(zip(parts, _held_out(parts, test_fraction), strict=True)):
         order = generator(seed, _SPLIT, k).permutation(part)
-        held_out = min(max(round(test_fraction * len(part)), 1), len(part) - 1) if test_fraction else 0
         pairs.append((np.sort(order[held_out:]), np.sort(order[:held_out])))
     return _trainable(pairs)
+
+
+def split_in_time(parts: Sequence[Indices], test_fraction: float = 0.25) -> Parts:
+    """Split each client's samples into the first ones for training and the last ones, as many as :func:`split`."""
+    sizes = _held_out(parts, test_fraction)
+    return _trainable([(part[: len(part) - n], part[len(part) - n :]) for part, n in zip(parts, sizes, strict=True)])
+
+
+def _held_out(parts: Sequence[Indices], test_fraction: float) -> list[int]:
+    """Return the number of test samples of each client."""
+    if not 0 <= test_fraction < 1:
+        raise TDPFedError(f"{test_fraction!r}; allowed: 0 or more, below 1", field="test_fraction")
+    if not test_fraction:
+        return [0] * len(parts)
+    return [min(max(round(test_fraction * len(part)), 1), len(part) - 1) for part in parts]
 
 
 def split_official(parts: Sequence[Indices], official_test: NDArray[np.bool_]) -> Parts:

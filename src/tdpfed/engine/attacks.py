@@ -2,7 +2,7 @@
 
 Every draw is a pure function of seed, round and client, so an attacked run is reproducible. Most attacks change the
 update, the difference between upload and broadcast. The gauge attack changes CP factors but not the tensor that they
-compose, so no check of that tensor can detect it.
+compose, so no check of that tensor can detect it. A lie about the number of samples changes no upload at all.
 """
 
 import math
@@ -20,14 +20,16 @@ from tdpfed.core.setting import check, setting
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.data.federation import Federation
-from tdpfed.errors import TDPFedError, unknown
+from tdpfed.errors import TDPFedError, unknown, wrong
 
 Draw = Callable[..., Tensor]
 """Maps counters to the keys of a draw, ``(K, ...)``, for the attackers of a round."""
 
-Kind = Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge"]
+Kind = Literal["sign-flip", "noise", "scale", "label-flip", "alie", "gauge", "zeros", "shrink", "huge", "samples"]
 
-DEFAULT_STRENGTH: dict[str, float] = {"sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0}
+DEFAULT_STRENGTH: dict[str, float] = {
+    "sign-flip": 1.0, "noise": 10.0, "scale": 10.0, "gauge": 100.0, "shrink": 0.9, "huge": 1e25, "samples": 1000.0,
+}  # fmt: skip
 """The default strength of each attack, see :func:`attack`."""
 
 MAX_QUANTILE = NormalDist().cdf(3)
@@ -56,6 +58,8 @@ def attackers(seed: int, clients: int, fraction: float) -> Tensor:
 
 def flip_labels(federation: Federation, attackers: Tensor) -> Federation:
     """Return the federation with training labels y of the clients in the mask replaced by ``classes - 1 - y``."""
+    if federation.targets != "classes":
+        raise wrong("robust.attack", "label-flip", f"another for targets that are {federation.targets}")
     y = federation.y.clone()
     for k in attackers.nonzero().flatten().tolist():
         train = slice(int(federation.train_start[k]), int(federation.train_start[k] + federation.train_size[k]))
@@ -78,7 +82,8 @@ def attack(
     ``broadcast`` holds what the turn's clients received under the same names, ``(K, n)`` or ``(n,)``. With update u and
     strength c, ``sign-flip`` sends -c u, ``scale`` c u, ``noise`` u plus normal noise of c times its root mean square,
     ``alie`` the honest mean minus c standard deviations (None: :func:`alie_deviations`), ``gauge`` equivalent factors
-    scaled by c and 1/c. ``label-flip`` changes the data before the run (:func:`flip_labels`), not the uploads.
+    scaled by c and 1/c, ``zeros`` zeros, ``shrink`` c times the broadcast, ``huge`` normal numbers of deviation c.
+    ``label-flip`` changes the data before the run (:func:`flip_labels`), ``samples`` the weights (:func:`declared`).
     """
     if kind not in get_args(Kind):
         raise unknown("attack.kind", kind, get_args(Kind))
@@ -86,7 +91,7 @@ def attack(
         raise TDPFedError(f"attack.strength: {strength} given, must be finite and above 0")
     mask = attackers.to(turn.clients.device)
     rows = mask.nonzero().flatten()
-    if kind == "label-flip" or not len(rows):
+    if kind in ("label-flip", "samples") or not len(rows):
         return uploads
     hostile: State = {}
     for number, (name, values) in enumerate(uploads.items()):
@@ -95,11 +100,19 @@ def attack(
             bad = values[rows]  # only factors have a gauge
         elif kind == "gauge":
             bad = regauged(values[rows], _factorized(plan, values), draw, strength or DEFAULT_STRENGTH[kind])
+        elif kind in ("zeros", "shrink", "huge"):
+            bad = _in_place(kind, broadcast[name].expand_as(values)[rows], draw, strength)
         else:
             sent = broadcast[name].expand_as(values)
             bad = sent[rows] + _bad_update(kind, values - sent, mask, draw, strength)
         hostile[name] = values.index_copy(0, rows, bad)
     return hostile
+
+
+def declared(samples: Tensor, attackers: Tensor, strength: float | None = None) -> Tensor:
+    """Return the numbers of samples that clients declare: those in the mask ``strength`` times as many as they have."""
+    times = strength or DEFAULT_STRENGTH["samples"]
+    return torch.where(attackers.to(samples.device), (samples.double() * times).clamp(1, 2**53), samples)
 
 
 def alie_deviations(clients: int, attackers: int) -> float:
@@ -132,6 +145,14 @@ def regauged(a: Tensor, plan: FactorPlan, draw: Draw, c: float) -> Tensor:
             scale = torch.where(place == 0, sign * c, torch.where(place == 1, sign / c, 1))
             moved.append((factor * scale[:, None]).gather(-1, order.expand_as(factor)))
     return plan.factors.join(moved)
+
+
+def _in_place(kind: Kind, sent: Tensor, draw: Draw, strength: float | None) -> Tensor:
+    """Return what attackers send in place of an update, given what they received ``(K, n)``."""
+    if kind == "zeros":
+        return torch.zeros_like(sent)
+    c = strength or DEFAULT_STRENGTH[kind]
+    return c * sent if kind == "shrink" else c * _normal(sent, draw)
 
 
 def _bad_update(kind: Kind, update: Tensor, mask: Tensor, draw: Draw, strength: float | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Checks of a simulation: types, settings, privacy, whether the model fits the data, and divergence."""
 
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -7,7 +8,8 @@ from torch import nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import held_out_sizes
-from tdpfed.core.objective import Objective, cross_entropy
+from tdpfed.core.local import Batch
+from tdpfed.core.objective import Objective
 from tdpfed.core.setting import plain
 from tdpfed.core.state import Turn
 from tdpfed.data.federation import Federation
@@ -33,8 +35,8 @@ def check_kinds(model: object, federation: object, algorithm: object, participat
     for field, (given, kind) in kinds.items():
         if not isinstance(given, kind):
             raise TDPFedError(f"{field}: {_short(given)} given, must be an instance of {kind.__name__}")
-    if not callable(loss):
-        raise TDPFedError(f"loss: {loss!r} given, must be a function of outputs and labels")
+    if not callable(loss) and not isinstance(loss, str):
+        raise TDPFedError(f"loss: {loss!r} given, must be a name or a function of outputs and targets")
     check_numbers(algorithm)
 
 
@@ -163,9 +165,15 @@ def check_privacy(
     raise_all(errors)
 
 
-def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule) -> None:
+def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule, objective: Objective) -> None:
     """Refuse settings that a method cannot work with; all errors together."""
     errors = []
+    loss = objective.task.loss.name
+    if algorithm.own_loss and (loss != "cross_entropy" or federation.targets != "classes"):
+        errors.append(wrong("algorithm.name", algorithm.name, f"another with task.loss {loss!r} and targets that are "
+                            f"{federation.targets}: it has a loss of its own, for classes"))  # fmt: skip
+    if algorithm.own_loss and objective.drops:
+        errors.append(wrong("algorithm.name", algorithm.name, "another with dropout: it does not call the model"))
     if not algorithm.averages and rule != Rule():
         allowed = f"'mean' without clipping: the server of {algorithm.name!r} averages no uploads"
         errors.append(wrong("robust.name", rule.name, allowed))
@@ -177,27 +185,78 @@ def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule) -> Non
     raise_all(errors)
 
 
-def check_model(objective: Objective, data: Federation) -> None:
-    """Try the model on two samples, so that a mismatch is reported before any work."""
-    theta = objective.initial()
+def checked_model(objective: Objective, data: Federation) -> tuple[Objective, list[str]]:
+    """Try the model on two samples, so that a mismatch is reported before any work.
+
+    Return the objective and notes: a model that cannot be computed for several clients at once is computed for one
+    after another.
+    """
+    theta, (x, y) = objective.initial(), (data.x[:2], data.y[:2])
     try:
-        outputs = objective.outputs(theta, data.x[:2])
+        outputs = objective.outputs(theta, x)
     except Exception as error:  # the user's own code may raise anything
-        raise TDPFedError(f"model: cannot take inputs of shape {data.input_shape} ({error})") from error
+        raise TDPFedError(f"model: cannot take {_described(data)} ({error}){_hint(data)}") from error
     if not torch.is_tensor(outputs):
         raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
-    if objective.loss is cross_entropy and (outputs.ndim != 2 or outputs.shape[1] < data.classes):
-        raise TDPFedError(
-            f"model: outputs of shape {tuple(outputs.shape)} for two samples, "
-            f"must be (2, classes) with at least the data's {data.classes} classes"
-        )
+    objective.task.check_outputs(outputs, y, data.classes)
+    training = objective.keyed(lambda _: (x, y), Turn(0, 1, torch.zeros((), dtype=torch.int64, device=x.device)))
+    batch = training(0)
+    _check_draws(objective, theta, batch)
     try:
-        torch.func.vmap(objective.value)(theta.expand(2, -1), data.x[:2, None], data.y[:2, None])
-    except Exception as error:  # a random draw in forward, or a branch that depends on values
+        objective.value(theta, *batch)
+    except Exception as error:
         raise TDPFedError(
-            f"model: cannot be computed for several clients at once ({str(error).splitlines()[0]}); "
-            "its forward must not draw random numbers or branch on values"
+            f"loss: cannot take outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(y.shape)} ({error})"
         ) from error
+    try:
+        torch.func.vmap(objective.value)(
+            theta.expand(2, -1), *(values[None].expand(2, *values.shape) for values in batch)
+        )
+    except Exception as error:  # a layer without a batching rule, or a branch that depends on values
+        return _one_after_another(objective, theta, batch, error)
+    return objective, []
+
+
+def _check_draws(objective: Objective, theta: torch.Tensor, batch: Batch) -> None:
+    """Refuse a forward pass that draws random numbers: its results could not be repeated."""
+    device = theta.device
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    with torch.no_grad():
+        objective.outputs(theta, batch[0])
+    after = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if any(one is not None and other is not None and not torch.equal(one, other)
+           for one, other in zip(before, after, strict=True)):  # fmt: skip
+        raise TDPFedError(
+            "model: its forward draws random numbers, which are not reproducible; must not, apart from nn.Dropout"
+        )
+
+
+def _one_after_another(
+    objective: Objective, theta: torch.Tensor, batch: Batch, why: Exception
+) -> tuple[Objective, list[str]]:
+    reason = (str(why).splitlines() or [type(why).__name__])[0]
+    try:
+        objective.gradient(theta, batch)
+    except Exception:
+        raise TDPFedError(f"model: cannot be trained ({reason})") from why
+    layers = [type(layer).__name__ for layer in objective.model.modules() if isinstance(layer, nn.RNNBase)]
+    what = f"{layers[0]} layers" if layers else f"a model that vmap cannot compute ({reason})"
+    note = f"clients are computed one after another, which takes longer: {what} cannot be computed for several at once"
+    return replace(objective, alone=True), [note]
+
+
+def _described(data: Federation) -> str:
+    if not data.parts:
+        return f"inputs of shape {data.input_shape}"
+    return "inputs " + ", ".join(
+        f"{part.name or number} of shape {part.shape}" for number, part in enumerate(data.parts)
+    )
+
+
+def _hint(data: Federation) -> str:
+    if data.parts or data.x.is_floating_point():
+        return ""
+    return "; inputs of int64 and int32 are token ids: if they are numbers, give them as floats"
 
 
 def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.uplink import Uplink
-from tdpfed.server.gate import accepted
-from tdpfed.server.round import ServerRound, only
+from tdpfed.server.gate import accepted, only
+from tdpfed.server.round import ServerRound
 from tdpfed.wire import Rejected
 from tdpfed.wire.downlink import Downlink
 

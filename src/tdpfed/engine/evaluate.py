@@ -1,14 +1,22 @@
 """Evaluation of models on the clients' test data: each client's own model, or one model for all."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
+from tdpfed.core.metrics import ACCURACY, Metric
 from tdpfed.core.objective import Objective
+from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
 from tdpfed.engine.runners import MIN_CLIENTS
+from tdpfed.errors import TDPFedError
+
+SUM = "sum "
+"""Prefix of the names of sums among the parts of scores."""
 
 SAMPLES_AT_ONCE = 4096
 """Samples in one forward pass, over all clients computed together, if memory allows."""
@@ -28,30 +36,76 @@ ONE_BY_ONE_SAMPLES = 100
 
 @dataclass(frozen=True)
 class Score:
-    """Number of correct predictions, number of test samples and summed loss of each client, ``(K,)`` each."""
+    """What was counted on each client's samples, ``(K, ...)`` each; all of it adds up over clients."""
 
-    correct: Tensor
-    count: Tensor
-    loss: Tensor
-
-    @property
-    def accuracy(self) -> float | None:
-        """Correct predictions over test samples, of all clients together; None without test samples."""
-        return int(self.correct.sum()) / int(self.count.sum()) if self.count.any() else None
+    count: Tensor  # (K,) samples
+    weight: Tensor  # (K,) for how much they count in a mean loss
+    loss: Tensor  # (K,)
+    sums: dict[str, Tensor]  # by metric, (K, S)
+    outputs: Tensor | None = None  # (K, longest, ...) of all samples, and their targets, for metrics of no sums
+    targets: Tensor | None = None
 
     @property
     def mean_loss(self) -> float | None:
-        """The mean loss over all test samples; None without any."""
-        return float(self.loss.sum()) / int(self.count.sum()) if self.count.any() else None
+        """The mean loss over all samples; None without any."""
+        return float(self.loss.sum()) / float(self.weight.sum()) if self.weight.any() else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Correct predictions over samples, of all clients together; None without samples."""
+        return self.result(ACCURACY)
 
     def of(self, clients: Tensor) -> "Score":
         """Return the scores of some of the clients, by mask or position."""
-        return Score(self.correct[clients], self.count[clients], self.loss[clients])
+        return self.mapped(lambda values: values[clients])
 
-    def per_client(self) -> list[float | None]:
-        """Each client's accuracy; None for a client without test samples."""
-        pairs = zip(self.correct.tolist(), self.count.tolist(), strict=True)
-        return [correct / count if count else None for correct, count in pairs]
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Score":
+        """Return the scores with every tensor changed."""
+        return Score.joined({name: change(value) for name, value in self.parts().items()})
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        own = {"count": self.count, "weight": self.weight, "loss": self.loss}
+        kept = {"outputs": self.outputs, "targets": self.targets}
+        own |= {name: value for name, value in kept.items() if value is not None}
+        return own | {f"{SUM}{name}": value for name, value in self.sums.items()}
+
+    @classmethod
+    def joined(cls, parts: Mapping[str, Tensor]) -> "Score":
+        """Return the scores from :meth:`parts`."""
+        sums = {name.removeprefix(SUM): value for name, value in parts.items() if name.startswith(SUM)}
+        return cls(sums=sums, **{name: value for name, value in parts.items() if not name.startswith(SUM)})
+
+    def result(self, metric: Metric) -> float | None:
+        """Return a metric of all clients together; None where it is not defined."""
+        if metric.result is not None:
+            return _defined(metric.result(self.sums[metric.name].sum(0)))
+        return self._whole(metric, slice(None))
+
+    def per_client(self, metric: Metric = ACCURACY) -> list[float | None]:
+        """Return a metric of each client; None for one without samples."""
+        if metric.result is not None:
+            return [_defined(one) for one in metric.result(self.sums[metric.name]).unbind()]
+        return [self._whole(metric, slice(client, client + 1)) for client in range(len(self.count))]
+
+    def _whole(self, metric: Metric, clients: slice) -> float | None:
+        assert self.outputs is not None
+        assert self.targets is not None
+        assert metric.whole is not None
+        there = torch.arange(self.outputs.shape[1]) < self.count[clients, None]
+        if not there.any():
+            return None
+        try:
+            return _defined(metric.whole(self.outputs[clients][there], self.targets[clients][there]))
+        except Exception as error:  # the user's own code may raise anything
+            raise TDPFedError(
+                f"{metric.name!r} failed ({type(error).__name__}: {error})", field="task.metrics"
+            ) from error
+
+
+def _defined(value: float | Tensor) -> float | None:
+    number = float(value)
+    return None if math.isnan(number) else number
 
 
 def samples_at_once(objective: Objective, federation: Federation) -> int:
@@ -75,15 +129,15 @@ def score(
     widest = CPU_SAMPLES_PER_CLIENT if federation.device.type == "cpu" else at_once
     width = max(1, min(widest, longest, at_once // MIN_CLIENTS))
     together = max(MIN_CLIENTS, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
+    like = objective.outputs(objective.initial(), federation.x[:1]), federation.y[:1]
     parts = [
         _score_together(
-            objective, parameters(slice(first, first + together)), federation, clients[first : first + together], width
-        )
+            objective, parameters(slice(first, first + together)), federation,
+            _Tally(objective.task, federation, clients[first : first + together], like), width,
+        ).parts()
         for first in range(0, len(clients), together)
-    ]
-    none = torch.zeros(0, dtype=torch.int64)
-    parts.append(Score(none, none, none.double()))
-    return Score(*(torch.cat([getattr(part, name) for part in parts]) for name in ("correct", "count", "loss")))
+    ] or [_Tally(objective.task, federation, clients, like).score.parts()]  # fmt: skip
+    return Score.joined({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
 
 def score_each(
@@ -99,30 +153,65 @@ def score_one(objective: Objective, theta: Tensor, federation: Federation, at_on
     return score(objective, lambda _: theta, federation, everybody, at_once)
 
 
-def _score_together(objective: Objective, theta: Tensor, federation: Federation, clients: Tensor, width: int) -> Score:
+class _Tally:
+    """Adds up what is counted on the samples of some clients."""
+
+    def __init__(self, task: Task, federation: Federation, clients: Tensor, like: tuple[Tensor, Tensor]) -> None:
+        self.task, self.clients, self.device = task, clients, federation.device
+        self.size, self.longest = federation.test_size[clients], int(federation.test_size.max())
+        self.summed = {one.name: one.values for one in task.metrics if one.values is not None}
+        self.sums = {name: self._zeros(values(*like).shape[1]) for name, values in self.summed.items()}
+        self.weight, self.loss = self._zeros(), self._zeros()
+        collects = any(one.whole is not None for one in task.metrics)
+        self.kept = [one.new_zeros(len(clients), self.longest, *one.shape[1:]) for one in like if collects]
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(len(self.clients), *shape, dtype=torch.float64, device=self.device)
+
+    def add(self, rows: Tensor, done: int, outputs: Tensor, targets: Tensor) -> None:
+        """Add the outputs ``(K, B, ...)`` of clients' samples from number ``done`` on, those past the end left out."""
+        place = done + torch.arange(outputs.shape[1], device=self.device)
+        counts = place < self.size[rows, None]
+        flat, wanted = outputs.flatten(0, 1), targets.flatten(0, 1)
+        weight = self.task.weight(wanted).double().reshape(counts.shape)
+        losses = self.task.each(flat, wanted).double().reshape(counts.shape)
+        self.weight[rows] += weight.where(counts, 0).sum(-1)
+        self.loss[rows] += (losses * weight).where(counts, 0).sum(-1)
+        for name, values in self.summed.items():
+            found = values(flat, wanted).double().reshape(*counts.shape, -1)
+            self.sums[name][rows] += found.where(counts.unsqueeze(-1), 0).sum(1)
+        for kept, new in zip(self.kept, (outputs, targets), strict=False):
+            width = min(new.shape[1], self.longest - done)
+            kept[rows, done : done + width] = new[:, :width]
+
+    @property
+    def score(self) -> Score:
+        """The sums, on the CPU."""
+        return Score(self.size, self.weight, self.loss, self.sums, *self.kept).mapped(Tensor.cpu)
+
+
+def _score_together(objective: Objective, theta: Tensor, federation: Federation, tally: _Tally, width: int) -> Score:
     """Evaluate clients that are computed together, in pieces of ``width`` samples."""
-    start, size = federation.test_start[clients], federation.test_size[clients]
-    correct = torch.zeros(len(clients), dtype=torch.int64, device=theta.device)
-    losses = torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
+    clients, size = tally.clients, tally.size
+    start = federation.test_start[clients]
     everybody = torch.arange(len(clients), device=theta.device)
     alone = objective.one_by_one(theta) or (
         objective.convolves and int(size.sum()) >= ONE_BY_ONE_SAMPLES * len(clients)
     )
-    for done in range(0, int(size.max()), width):
-        left = everybody[size > done]
-        for rows in left.split(1 if alone else len(left)):
-            filled = rows if alone or len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
-            place = done + torch.arange(width, device=theta.device)
-            index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
-            batch = federation.x[index], federation.y[index]
-            if alone:
-                own = theta if theta.ndim == 1 else theta[int(rows)]
-                loss, right = (value[None] for value in objective.per_sample(own, (batch[0][0], batch[1][0])))
-            else:
-                whole = len(rows) == len(clients) >= MIN_CLIENTS
-                own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
-                loss, right = (value[: len(rows)] for value in objective.per_sample(own, batch))
-            counts = place < size[rows, None]
-            correct[rows] += (right & counts).sum(-1)
-            losses[rows] += loss.double().where(counts, 0).sum(-1)
-    return Score(correct.cpu(), size.cpu(), losses.cpu())
+    compute = vmap(objective.outputs)
+    with torch.no_grad():
+        for done in range(0, int(size.max()), width):
+            left = everybody[size > done]
+            for rows in left.split(1 if alone else len(left)):
+                filled = rows if alone or len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
+                place = done + torch.arange(width, device=theta.device)
+                index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
+                x, y = federation.x[index], federation.y[index[: len(rows)]]
+                if alone:
+                    outputs = objective.outputs(theta if theta.ndim == 1 else theta[int(rows)], x[0])[None]
+                else:
+                    whole = len(rows) == len(clients) >= MIN_CLIENTS
+                    own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
+                    outputs = compute(own, x)[: len(rows)]
+                tally.add(rows, done, outputs, y)
+    return tally.score

@@ -5,19 +5,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import CHOICE, Algorithm
+from tdpfed.core.metrics import ACCURACY
 from tdpfed.core.objective import Objective
 from tdpfed.core.state import State
+from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
 from tdpfed.engine.ranks import Ranks
 from tdpfed.engine.store import Store
 from tdpfed.engine.updates import Updates
-from tdpfed.server.records import Ledger, Record
+from tdpfed.server.records import HIGHER, LOWER, Ledger, Record
 
 T = TypeVar("T")
+
+PERSONALIZED, LOCAL, GLOBAL, VALIDATION = "personalized", "local", "global", "validation"
+
+AT_ONCE = 256
+"""Clients whose models are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Recorder:
     evaluated: Tensor  # ids of the clients whose models are evaluated
     ranks: Ranks
     held_out: Federation | None = None  # validation samples, as test samples; None: none are held out
+    on_training: Federation | None = None  # training samples, as test samples; None: not evaluated on them
 
     def record(
         self,
@@ -47,30 +56,43 @@ class Recorder:
         """Return the record after a round; ``trained`` are the clients of that round with their results."""
         mine = self.ranks.own(self.evaluated)
         own = self.algorithm.personalized
-        personal = self._score(self.evaluated, lambda some: own(store.rows(mine[some])))
-        validated = None
-        if self.held_out is not None:
-            validated = self._score(self.evaluated, lambda some: own(store.rows(mine[some])), self.held_out)
-        honest = personal.of(self.honest[self.evaluated])
-        local = None if trained is None else self._local(*trained)
+
+        def personalized(some: slice) -> Tensor:
+            return own(store.rows(mine[some]))
+
+        scores = {PERSONALIZED: self._score(self.evaluated, personalized)}
+        if trained is not None:
+            scores[LOCAL] = self._local(*trained, store, scores[PERSONALIZED])
         shipped = self.algorithm.global_model(server)
-        common = changes = None
-        accuracies = self._by_client(personal.per_client())
         if shipped is not None:
-            everybody = self._score(self.evaluated, lambda _: shipped)
-            common = everybody.of(self.honest[self.evaluated])
-            if self.algorithm.reports_change:
-                pairs = zip(personal.per_client(), everybody.per_client(), strict=True)
-                changes = self._by_client([None if a is None or b is None else a - b for a, b in pairs])
+            scores[GLOBAL] = self._score(self.evaluated, lambda _: shipped)
+        if self.held_out is not None:
+            scores[VALIDATION] = self._score(self.evaluated, personalized, self.held_out)
+        honest = {
+            name: one.of(self.honest[trained[0].cpu() if name == LOCAL and trained else self.evaluated])
+            for name, one in scores.items()
+        }
+        train: dict[str, float | None] = {}
+        if self.on_training is not None:
+            train[PERSONALIZED] = self._train_loss(personalized)
+            train[GLOBAL] = None if shipped is None else self._train_loss(lambda _: shipped)
+        main = self.task.main
+        changes = None
+        if shipped is not None and self.algorithm.reports_change:
+            pairs = zip(scores[PERSONALIZED].per_client(main), scores[GLOBAL].per_client(main), strict=True)
+            changes = self._by_client([None if a is None or b is None else a - b for a, b in pairs])
+        rated = {one.name for one in self.task.metrics}
+        accuracy = {name: one.accuracy for name, one in honest.items()} if ACCURACY.name in rated else {}
+        by_client = scores[PERSONALIZED].per_client() if accuracy else [None] * len(self.evaluated)
         return Record(
             round=round_,
-            loss=self.train_loss(trained),
-            personalized_accuracy=honest.accuracy,
-            local_accuracy=None if local is None else local.accuracy,
-            global_accuracy=None if common is None else common.accuracy,
-            personalized_loss=honest.mean_loss,
-            global_loss=None if common is None else common.mean_loss,
-            client_accuracy=accuracies,
+            minibatch_loss=self.minibatch_loss(trained),
+            personalized_accuracy=accuracy.get(PERSONALIZED),
+            local_accuracy=accuracy.get(LOCAL),
+            global_accuracy=accuracy.get(GLOBAL),
+            personalized_loss=honest[PERSONALIZED].mean_loss,
+            global_loss=honest[GLOBAL].mean_loss if GLOBAL in honest else None,
+            client_accuracy=self._by_client(by_client),
             uplink_bytes=ledger.uplink,
             downlink_bytes=ledger.downlink,
             participants=0 if trained is None else len(trained[0]),
@@ -79,9 +101,24 @@ class Recorder:
             rejected=ledger.rejected,
             epsilon=epsilon,
             client_change=changes,
-            validation_accuracy=None if validated is None else validated.of(self.honest[self.evaluated]).accuracy,
+            validation_accuracy=accuracy.get(VALIDATION),
             client_choice=self._choices(store),
-        )
+            personalized_train_loss=train.get(PERSONALIZED),
+            global_train_loss=train.get(GLOBAL),
+            metrics=None if self.task.usual else {
+                metric.name: {
+                    "better": HIGHER if metric.higher else LOWER,
+                    **{name: one.result(metric) for name, one in honest.items()},
+                    "clients": self._by_client(scores[PERSONALIZED].per_client(metric)),
+                }
+                for metric in self.task.metrics
+            },
+        )  # fmt: skip
+
+    @property
+    def task(self) -> Task:
+        """What the models are judged by."""
+        return self.objective.task
 
     def _choices(self, store: Store) -> list[str | None] | None:
         """Return which model each evaluated client uses, by client id; None if the method offers no choice."""
@@ -99,7 +136,7 @@ class Recorder:
             found[client] = value
         return found
 
-    def train_loss(self, trained: tuple[Tensor, Updates] | None) -> float | None:
+    def minibatch_loss(self, trained: tuple[Tensor, Updates] | None) -> float | None:
         """Return the mean over honest clients of the last minibatch's loss; None if none trained."""
         if trained is None:
             return None
@@ -107,25 +144,54 @@ class Recorder:
         losses = updates.metrics["loss"][self.honest[clients.cpu()].to(clients.device)]
         return float(losses.double().mean()) if len(losses) else None
 
-    def _local(self, clients: Tensor, updates: Updates) -> evaluate.Score:
+    def _train_loss(self, parameters: Callable[[slice], Tensor]) -> float | None:
+        return self._score(self.evaluated, parameters, self.on_training).of(self.honest[self.evaluated]).mean_loss
+
+    def _local(self, clients: Tensor, updates: Updates, store: Store, personal: evaluate.Score) -> evaluate.Score:
+        """Evaluate the models that clients upload; one that is also the client's personalized model is known."""
         clients = clients.cpu()
         private, upload = updates.private, self.ranks.part(updates.upload, clients)
-        local = self._score(clients, lambda some: self.algorithm.local_model(_rows(private, some), _rows(upload, some)))
-        return local.of(self.honest[clients])
+        mine = self.ranks.own(clients)
+        place = torch.full((self.federation.clients,), -1).index_copy(
+            0, self.evaluated, torch.arange(len(self.evaluated))
+        )
+        known = place[mine] >= 0
+
+        def local(rows: Tensor | slice) -> Tensor:
+            return self.algorithm.local_model(_rows(private, rows), _rows(upload, rows))
+
+        for first in range(0, len(mine), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            same = (local(some) == self.algorithm.personalized(store.rows(mine[some]))).all(-1)
+            known[some] &= same.cpu()
+        others = (~known).nonzero().flatten()
+        new = self._part(mine[others], lambda some: local(others[some]))
+        parts = {
+            name: torch.empty(len(mine), *values.shape[1:], dtype=values.dtype)
+            .index_copy(0, known.nonzero().flatten(), values[place[mine[known]]])
+            .index_copy(0, others, new[name])
+            for name, values in personal.parts().items()
+        }
+        return evaluate.Score.joined(self.ranks.gather(parts, clients))
 
     def _score(
         self, clients: Tensor, parameters: Callable[[slice], Tensor], data: Federation | None = None
     ) -> evaluate.Score:
         """Evaluate clients, each on the rank that holds it; ``parameters`` returns those of a range of this rank's."""
-        own = self.ranks.own(clients).to(self.federation.device)
+        return evaluate.Score.joined(self.ranks.gather(self._part(self.ranks.own(clients), parameters, data), clients))
+
+    def _part(
+        self, clients: Tensor, parameters: Callable[[slice], Tensor], data: Federation | None = None
+    ) -> dict[str, Tensor]:
+        """Return the parts of the scores of clients of this rank."""
         data = self.federation if data is None else data
-        part = evaluate.score(self.objective, parameters, data, own, self._samples_at_once)
-        return evaluate.Score(**self.ranks.gather(vars(part), clients))
+        own = clients.to(self.federation.device)
+        return evaluate.score(self.objective, parameters, data, own, self._samples_at_once).parts()
 
     @cached_property
     def _samples_at_once(self) -> int:
         return evaluate.samples_at_once(self.objective, self.federation)
 
 
-def _rows(state: State, rows: slice) -> State:
+def _rows(state: State, rows: slice | Tensor) -> State:
     return {name: value[rows] for name, value in state.items()}

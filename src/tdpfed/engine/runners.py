@@ -155,7 +155,7 @@ class Runner:
             index, y = here[step], targets[step]
             if self.passing is not None:
                 length = length_in_pass(step, self.passing, self.algorithm.batch_size)
-                index, y = index[..., :length], y.narrow(index.ndim - 1, 0, length)
+                index, y = index[..., :length], y.narrow(clients.ndim, 0, length)
             return augmented(_rows(data.x, index), data.augment, turn.seed, turn.round, clients, step), y
 
         @cache
@@ -166,7 +166,7 @@ class Runner:
         def beyond_expected(step: int) -> tuple[Tensor, Tensor]:
             return drawn_again(expected * (step // expected + 1))
 
-        return batch
+        return self.objective.keyed(batch, turn)
 
     def extras(self, turn: Turn) -> Extras:
         """Return what the turn's clients have beside minibatches."""

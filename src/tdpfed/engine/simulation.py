@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import Stream, choose
-from tdpfed.core.objective import Loss, Objective, cross_entropy
+from tdpfed.core.losses import LossFunction
+from tdpfed.core.metrics import Function, Metric
+from tdpfed.core.objective import Objective
 from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.core.state import State, Turn, own_entries, wire_entries
+from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
 from tdpfed.engine.attacks import Attack, attackers, flip_labels
@@ -29,7 +32,6 @@ from tdpfed.engine.store import Place, Store
 from tdpfed.engine.updates import Updates
 from tdpfed.engine.uplink import Down, Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.server.gate import check_gauge
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.records import Ledger, Record, due
@@ -58,7 +60,9 @@ class Simulation:
         participation: Participation = EVERYBODY,
         runner: RunnerName = "batched",
         chunk: int | None = None,
-        loss: Loss = cross_entropy,
+        loss: str | LossFunction = "auto",
+        metrics: Sequence[str | Metric | Function] = (),
+        train_loss: bool = False,
         diagnostics: Diagnostics | None = None,
         wire: Wire = PLAIN,
         rule: Rule = MEAN,
@@ -77,26 +81,30 @@ class Simulation:
             seed, runner, chunk, precision, participation, rule, federation.clients, evaluate_clients, ranks
         )
         # A copy on the data's device: the caller's model does not change.
-        self.objective = Objective.of(copy.deepcopy(model).to(federation.x), loss, short=precision == "bf16")
+        dtype = federation.x.dtype if federation.x.is_floating_point() else None
+        task = Task.of(loss, metrics, federation.targets)
+        self.objective = Objective.of(
+            copy.deepcopy(model).to(federation.device, dtype), task, short=precision == "bf16", inputs=federation.inputs
+        )
         hostile = attackers(seed, federation.clients, 0 if attack is None else attack.fraction)
         self.honest = ~hostile  # only honest clients count in mean accuracies
         if attack is not None and attack.kind == "label-flip":
             federation = flip_labels(federation, hostile)
         most = int(federation.train_size.max()) if algorithm.per_sample else 0
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients, most)
-        checks.check_needs(self.algorithm, federation, rule)
+        checks.check_needs(self.algorithm, federation, rule, self.objective)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
         self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
         self._down = Down(self.downlink)
         server_step.check(self.algorithm)
         optimizer.check_for(self.algorithm.name, self.algorithm.follows)
-        check_gauge(self.algorithm, rule)
         if diagnostics is not None:
             defined_for(self.algorithm)
             if ranks.world > 1:
                 raise TDPFedError("run.diagnostics_every: must be 0 in several processes, it needs all clients in one")
-        checks.check_model(self.objective, federation)
+        self.objective, self.notes = checks.checked_model(self.objective, federation)
+        runner = "loop" if self.objective.alone else runner
         self.accountant: Accountant | None = None
         self._affordable_rounds = 0  # rounds known to be within the privacy budget
         if privacy is not None:
@@ -122,13 +130,18 @@ class Simulation:
             optimizer=optimizer,
         )
         server, start = initial_state(self.algorithm, self.objective.initial(), seed)
-        self.server = server | server_step.start(server, self.algorithm) | self.downlink.start(server)
+        kept = server_step.start(server, self.algorithm) | self.downlink.start(server) | self.server_round.start(server)
+        self.server = server | kept
         private = self.algorithm.init_private(start) | self.channel.start(start)
         self.store = Store(private, federation.clients, state, state_folder, ranks)
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
-        self.recorder = Recorder(self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out)
+        training = replace(federation, test_start=federation.train_start, test_size=federation.train_size)
+        self.recorder = Recorder(
+            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out,
+            training if train_loss else None,
+        )  # fmt: skip
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
@@ -206,11 +219,13 @@ class Simulation:
                 kept = self.store.rows(turn.clients, names)
         server, count = self.server, 0
         if self.algorithm.communicates:
+            before = len(self.refused)
             uploads, senders, kept = self._accepted_uploads(updates, turn, reported, kept)
             count = len(senders.clients)
             if not self.server_round.enough(count):
                 return False, count
-            samples = self.federation.train_size[senders.clients]
+            self.server_round.watch(self.ledger, self.round + 1, count, self.refused[before:])
+            samples = self.uplink.declared(self.federation.train_size)[senders.clients]
             server = self.server_round.aggregate(self.server, uploads, samples, senders)
             server |= self.downlink.received(self.broadcast.memory, turn.clients, self.round + 1)
         if updates is not None:
@@ -317,9 +332,9 @@ class Simulation:
         return self.ledger.compression_rate(dense_bytes(self.objective.layout))
 
     @property
-    def train_loss(self) -> float | None:
+    def minibatch_loss(self) -> float | None:
         """The mean over honest clients of the last minibatch's loss; None if none trained."""
-        return self.recorder.train_loss(self._trained)
+        return self.recorder.minibatch_loss(self._trained)
 
     @property
     def _diagnosed(self) -> bool:

@@ -66,6 +66,13 @@ class Uplink:
             uploads = lossy(uploads, layouts, codec, seed, int(turn.round), turn.clients)
         return uploads, kept, []
 
+    def declared(self, samples: Tensor) -> Tensor:
+        """Return the numbers of samples that clients say they have, given those that they have."""
+        if self.attack is None or self.attack.kind != "samples":
+            return samples
+        hostile = attacks.attackers(self.channel.seed, self.clients, self.attack.fraction)
+        return attacks.declared(samples, hostile, self.attack.strength)
+
     def unchanged(self, known: State, turn: Turn) -> State:
         """Return the uploads of clients that changed nothing."""
         return self.algorithm.unchanged(self.algorithm.broadcast(known, turn))

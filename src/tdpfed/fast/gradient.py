@@ -41,14 +41,14 @@ class RecordedGradient:
             return torch.stack(gradients), torch.stack(losses)
         return self._many(theta, *batch)
 
-    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each."""
         if theta.ndim == 1 or not self._one_by_one(theta):
             return self._per_sample(theta, batch)
         losses, correct = zip(
             *(self._per_sample(row, (x, y)) for row, x, y in zip(theta, *batch, strict=True)), strict=True
         )
-        return torch.stack(losses), torch.stack(correct)
+        return torch.stack(losses), None if correct[0] is None else torch.stack(correct)
 
     def loss(self, theta: Tensor, batch: Batch) -> Tensor:
         """Return the loss ``(...)``."""

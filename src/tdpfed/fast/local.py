@@ -57,7 +57,7 @@ class FastLocal(LocalWork):
         self._used.add("gradient")
         return self._gradient.loss(theta, batch)
 
-    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return each sample's loss, and whether it is predicted correctly."""
         self._used.add("gradient")
         return self._gradient.per_sample(theta, batch)

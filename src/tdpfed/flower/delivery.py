@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from tdpfed.core.state import WIRE, State
+from tdpfed.core.state import WIRE, State, Turn
 from tdpfed.flower import envelope
 from tdpfed.flower.node import Side
 from tdpfed.wire import Expected, Rejected, decode, packed, validate, whole_parts, with_header
@@ -128,3 +128,18 @@ class Delivery:
         entries = {name: known[name] for name in down} if self._changes else side.broadcast(known, self._number, client)
         form, seed = side.downlink.dense, side.config.run.seed
         return packed(whole_parts(entries, form, kind="down", round_=self._number, client=client, seed=seed), form)
+
+
+def stacked(uploads: Mapping[int, State], seed: int, number: int) -> tuple[State, Turn]:
+    """Return a round's uploads stacked along a client axis, ordered by client and not by arrival."""
+    clients = sorted(uploads)
+    names = uploads[clients[0]]
+    state = {name: torch.stack([uploads[client][name] for client in clients]) for name in names}
+    return state, Turn(seed, number, torch.tensor(clients))
+
+
+def with_client(client: int, refusal: Rejected) -> Rejected:
+    """Return a refusal with the client that sent the message according to Flower, whatever the message claims."""
+    if refusal.client == client:
+        return refusal
+    return Rejected(refusal.rule, refusal.reason, client=client, tensor=refusal.tensor)

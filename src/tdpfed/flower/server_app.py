@@ -218,7 +218,7 @@ class _Server:
         right = {client: found.get("personalized_correct") for client, found in scores.items()}
         return Record(
             round=strategy.round,
-            loss=sum(losses) / len(losses) if losses else None,
+            minibatch_loss=sum(losses) / len(losses) if losses else None,
             personalized_accuracy=share(scores, "personalized_correct"),
             local_accuracy=share(result.metrics, "local_correct"),
             global_accuracy=share(scores, "global_correct"),

@@ -8,7 +8,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tdpfed.config import Config
@@ -21,6 +21,10 @@ from tdpfed.server.robust import Rule
 
 OWN_CODE = "TDPFED_OWN_CODE"
 """The environment variable with a folder that is searched for the user's own method, after installed packages."""
+
+
+WEIGHT_CAP = 3.0
+"""``robust.weight_cap`` in a deployment: a client counts at most three times as much as the median client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +127,9 @@ def refused(values: dict[str, Any]) -> list[TDPFedError]:
 
 
 def rule_of(config: Config) -> Rule:
-    """Return the server's averaging rule."""
-    return config.robust.rule
+    """Return the server's averaging rule: samples are declared by the nodes, and therefore capped unless asked for."""
+    rule = config.robust.rule
+    return replace(rule, weight_cap=WEIGHT_CAP) if rule.weight_cap == "auto" else rule
 
 
 def as_run_config(config: Config, flower: Flower) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from flwr.app import Message
 
-from tdpfed.core.state import State, Turn
+from tdpfed.core.state import State
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import envelope
-from tdpfed.flower.delivery import RECENT, Delivery
+from tdpfed.flower.delivery import RECENT, Delivery, stacked, with_client
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, rule_of
-from tdpfed.server.gate import check_gauge
 from tdpfed.server.records import Ledger
 from tdpfed.server.round import ServerRound
 from tdpfed.wire import Rejected
@@ -80,7 +79,6 @@ class Strategy:
     ) -> None:
         self.side, self.flower, self.run, self.starts = side, flower, run, tuple(starts)
         self.notify, self.write = notify, write
-        self.server: State = side.server
         self.round, self.settled = 0, 0
         self.members: dict[int, Member] = {}
         self.ledger, self.delivery = Ledger(), Delivery(side)
@@ -91,7 +89,7 @@ class Strategy:
         self.server_round = ServerRound(
             side.algorithm, config.run.seed, participation, rule_of(config), step=config.server
         )
-        check_gauge(side.algorithm, self.server_round.rule)
+        self.server: State = side.server | self.server_round.start(side.server)
         self.refused: list[Rejected] = []  # in the current round
         self._rejected: set[int] = set()
         self._silent: dict[int, tuple[int, float]] = {}  # by node: failed requests, time of the next one
@@ -190,6 +188,7 @@ class Strategy:
             self.refused += result.refused
             count = len(uploads) if self.side.algorithm.communicates else len(replies)
             if self.server_round.enough(count):
+                self.server_round.watch(self.ledger, self.round + 1, count, result.refused)
                 self._aggregate(uploads)
                 replied = {*replies, *(one.client for one in result.refused if one.client is not None)}
                 self.server = self.delivery.complete(self.server, replied, uploads)
@@ -256,8 +255,8 @@ class Strategy:
                     uploads[client] = self._accept(client, answer, uploads)
                 metrics[client] = self._metrics(client, answer)
             except Rejected as refusal:
-                refused.append(_with_client(client, refusal))
-        refused += self._refused_by_gauge(uploads)
+                refused.append(with_client(client, refusal))
+        refused += self._refused_by_gate(uploads)
         self.ledger.rejected += len(refused)
         return metrics, uploads, RoundResult(metrics, lost, refused, self.ledger.uplink - before)
 
@@ -270,12 +269,12 @@ class Strategy:
             raise Rejected("client", f"from node {answer.metadata.src_node_id}", client=client)
         return self.delivery.up(client, answer, member.samples, seen)
 
-    def _refused_by_gauge(self, uploads: dict[int, State]) -> list[Rejected]:
-        """Remove uploads that the gauge refuses, and return the refusals."""
+    def _refused_by_gate(self, uploads: dict[int, State]) -> list[Rejected]:
+        """Remove uploads that the server's gate refuses, and return the refusals."""
         if not uploads:
             return []
-        stacked, turn = self._stacked(uploads)
-        _, kept, refused = self.server_round.admitted(stacked, self.server, turn)
+        together, turn = stacked(uploads, self.side.config.run.seed, self.round + 1)
+        _, kept, refused = self.server_round.admitted(together, self.server, turn)
         for client in set(uploads) - set(kept.clients.tolist()):
             del uploads[client]
         return refused
@@ -283,16 +282,9 @@ class Strategy:
     def _aggregate(self, uploads: dict[int, State]) -> None:
         if not uploads:
             return
-        stacked, turn = self._stacked(uploads)
+        together, turn = stacked(uploads, self.side.config.run.seed, self.round + 1)
         samples = torch.tensor([self.members[client].samples for client in turn.clients.tolist()])
-        self.server = self.server_round.aggregate(self.server, stacked, samples, turn)
-
-    def _stacked(self, uploads: Mapping[int, State]) -> tuple[State, Turn]:
-        """Return uploads stacked along a client axis, ordered by client and not by arrival."""
-        clients = sorted(uploads)
-        names = uploads[clients[0]]
-        state = {name: torch.stack([uploads[client][name] for client in clients]) for name in names}
-        return state, Turn(self.side.config.run.seed, self.round + 1, torch.tensor(clients))
+        self.server = self.server_round.aggregate(self.server, together, samples, turn)
 
     def _metrics(self, client: int, answer: Message) -> Metrics:
         """Return a client's metrics within bounds: correct predictions are at most its test samples."""
@@ -339,10 +331,3 @@ class Strategy:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TDPFedError(f"checkpoint: its members, ledger or uploads cannot be read ({error!r})") from None
         self.round, self.starts, self._resumed = round_, (*self.starts[:-1], round_), round_ > 0
-
-
-def _with_client(client: int, refusal: Rejected) -> Rejected:
-    """Return a refusal with the client that sent the message according to Flower, whatever the message claims."""
-    if refusal.client == client:
-        return refusal
-    return Rejected(refusal.rule, refusal.reason, client=client, tensor=refusal.tensor)

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from tdpfed.core.objective import Loss, Objective
+from tdpfed.core.objective import Objective
 from tdpfed.errors import TDPFedError
 from tdpfed.models import seeded
 
@@ -47,7 +47,7 @@ class NodeData:
 
 def objective_of(task: Task, seed: int) -> Objective:
     """Return the objective of the task's model."""
-    loss: Loss = getattr(task, "loss", nn.functional.cross_entropy)
+    loss = getattr(task, "loss", nn.functional.cross_entropy)
     try:
         with seeded(seed):
             model = task.model()

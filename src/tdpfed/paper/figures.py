@@ -7,8 +7,9 @@ from typing import Any
 
 from tdpfed.files import write_file
 from tdpfed.paper.published import Row, Study
-from tdpfed.report.figures import COLORS, MARKERS, STYLE, check
+from tdpfed.report.figures import MARKERS, STYLE, check
 from tdpfed.report.group import Group
+from tdpfed.report.look import COLORS
 
 OF = {"personalized_accuracy": "personalized", "global_accuracy": "global", "local_accuracy": "local"}
 

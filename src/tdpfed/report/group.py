@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from tdpfed.config import flat
+from tdpfed.report.look import PLAIN, Look, looks
 from tdpfed.report.parse import ACCURACIES, FIELDS, LOSSES, Number
 from tdpfed.report.read import IN_PROGRESS, Run, Series
 from tdpfed.runs.folder import DONE
@@ -50,10 +51,11 @@ class Stat:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one configuration, and their label."""
+    """The runs of one configuration, their label, and how figures show them."""
 
     label: str
     runs: tuple[Run, ...]
+    look: Look = PLAIN
 
     @property
     def dataset(self) -> str:
@@ -62,8 +64,13 @@ class Group:
 
     @property
     def algorithm(self) -> str:
-        """The method of its runs."""
+        """The name of its method in a configuration."""
         return self.runs[0].algorithm
+
+    @property
+    def method(self) -> str:
+        """The method's name as people write it."""
+        return self.runs[0].method
 
     @property
     def task(self) -> Any:
@@ -118,7 +125,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         key: Any = _frozen(_without_seeds(run.config)) if run.config else run.path
         groups.setdefault(key, []).append(run)
     datasets = list(dict.fromkeys(run.dataset for run in runs))
-    found = [Group(members[0].algorithm, tuple(members)) for members in groups.values()]
+    found = [Group(members[0].method, tuple(members)) for members in groups.values()]
     found.sort(key=lambda group: datasets.index(group.dataset))
     tasks = {name: len({group.task for group in found if group.dataset == name}) for name in datasets}
     notes = [
@@ -132,7 +139,8 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         seeds = [tuple(run.setting(key) for key in SEEDS) for run in group.runs]
         if run_twice := [run.name for run, seed in zip(group.runs, seeds, strict=True) if seeds.count(seed) > 1]:
             notes.append(f"{', '.join(run_twice)}: same configuration and same seed, counted as separate runs")
-    return _labeled(found), notes
+    styles = looks([(group.dataset, str(group.runs[0].setting("algorithm.name"))) for group in found])
+    return [replace(group, look=look) for group, look in zip(_labeled(found), styles, strict=True)], notes
 
 
 def rivals_of(group: Group, groups: Sequence[Group]) -> list[Group]:
@@ -162,9 +170,9 @@ def _labeled(groups: Sequence[Group]) -> list[Group]:
     """Label each group with its method and, if a method has several groups, the settings in which they differ."""
     labeled: list[Group] = []
     for group in groups:
-        rivals = [one for one in groups if (one.dataset, one.algorithm) == (group.dataset, group.algorithm)]
+        rivals = [one for one in groups if (one.dataset, one.method) == (group.dataset, group.method)]
         words = _words(flat(group.runs[0].config), [flat(one.runs[0].config) for one in rivals])
-        label = ", ".join([group.algorithm, *words])
+        label = ", ".join([group.method, *words])
         labeled.append(replace(group, label=label if len(label) <= 60 else group.runs[0].name))
     names = [(group.dataset, group.label) for group in labeled]
     return [

@@ -47,9 +47,9 @@ function segments(title, name, options, fallback, onchange = redraw) {
   return el("fieldset", { class: "seg" }, el("legend", {}, title), el("div", {}, keys.map(option)));
 }
 
-function check(title, name) {
+function check(title, name, onchange = redraw) {
   return el("label", { class: "check" }, el("input", {
-    type: "checkbox", checked: choices.get(name) === "1", onchange: (event) => { choose(name, event.target.checked ? "1" : ""); redraw(); },
+    type: "checkbox", checked: choices.get(name) === "1", onchange: (event) => { choose(name, event.target.checked ? "1" : ""); onchange(); },
   }), title);
 }
 
@@ -103,7 +103,7 @@ function chart(title, caption) {
 function count(number, word) { return `${number} ${word}${number === 1 ? "" : "s"}`; }
 
 function head() {
-  const top = document.getElementById("top"), methods = new Set(DATA.groups.map((group) => group.algorithm)).size;
+  const top = document.getElementById("top"), methods = new Set(DATA.groups.map((group) => group.method)).size;
   const lead = `${count(DATA.runs.length, "run")} of ${count(methods, "method")}. Created ${DATA.made} by tdpfed ${DATA.version}.`;
   const dark = () => document.documentElement.dataset.theme === "dark";
   const theme = el("button", { type: "button", id: "theme", onclick: () => { choose("theme", dark() ? "light" : "dark"); paint(); redraw(); } });
@@ -152,8 +152,7 @@ function cost(run, field, target) {
 
 /* Formats numbers as the package does: mean, and the spread over seeds if it is visible at this precision. */
 function figure(values, decimals) {
-  const mean = values.reduce((sum, value) => sum + value, 0) / values.length, words = (value, digits) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-  const spread = Math.sqrt(values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (values.length - 1 || 1));
+  const [mean, spread] = moments(values), words = (value, digits) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return [mean, words(mean, decimals) + (spread < 0.5 * 10 ** -decimals ? "" : ` ± ${words(spread, decimals)}`), "", spread];
 }
 
@@ -207,7 +206,8 @@ function resultTable(field, target) {
     document.querySelector(`#results thead th:nth-child(${i + 1}) button`).focus();
   };
   const header = titles.map((title, i) => el("th", { scope: "col", "aria-sort": i === at ? (sign === 1 ? "ascending" : "descending") : "none" }, el("button", { type: "button", onclick: () => sortBy(i) }, title)));
-  const values = (cells) => cells.map(([, text, mark]) => el("td", { class: mark || null, title: mark === "close" ? "not separated from the best" : null }, mark === "close" ? `≈ ${text}` : text));
+  const value = (text) => { const [mean, spread] = text.split(" ± "); return spread ? [mean, el("small", {}, ` ± ${spread}`)] : [text]; };
+  const values = (cells) => cells.map(([, text, mark]) => el("td", { class: mark || null, title: mark === "close" ? "not separated from the best" : null }, mark === "close" ? "≈ " : null, ...value(text)));
   const open = listed("open"), lines = [];
   for (const { index, cells } of rows) {
     const group = DATA.groups[index], several = group.runs.length > 1;
@@ -230,36 +230,49 @@ function resultTable(field, target) {
 function curves() {
   const legend = el("ul", { class: "legend", "aria-label": "Methods: click to hide or show" }), empty = el("p", { class: "empty" }, "No round has been evaluated yet. Curves appear after the first evaluation.");
   const [left, accuracy] = chart("Accuracy"), [right, loss] = chart("Loss"), grid = el("div", { class: "grid" }, left, right), note = el("p", { class: "hint" });
+  const [below, cost] = chart("Final accuracy against uploads"), costNote = el("p", { class: "hint" });
   const fresh = () => { choose("zoom", ""); redraw(); };
   const seeds = DATA.groups.some((group) => group.runs.length > 1) ? segments("Show", "view", { mean: "Mean and standard deviation", single: "Individual runs" }, "mean") : null;
+  const all = check("all values", "full", fresh);
   const controls = el("div", { class: "controls" }, segments("Accuracy", "accuracy", ACCURACY, "personalized_accuracy", () => { choose("target", ""); fresh(); }), segments("Loss", "loss", LOSS, "loss", fresh),
-    segments("Against", "x", X, "round", fresh), seeds, check("logarithmic loss", "log"));
-  section("curves", "Curves", controls, legend, empty, grid, note);
+    segments("Against", "x", X, "round", fresh), seeds, check("logarithmic loss", "log", fresh), all);
+  section("curves", "Curves", controls, legend, empty, grid, note, below, costNote);
   redraws.push(() => {
     const rounds = has("round"), xKey = chosen("x", Object.keys(X), "round"), view = chosen("view", ["mean", "single"], "mean"), now = shown();
     const [a, l] = [chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), chosen("loss", Object.keys(LOSS), "loss")];
+    const [full, log] = ["full", "log"].map((name) => choices.get(name) === "1");
     empty.hidden = rounds;
-    grid.hidden = legend.hidden = controls.hidden = !rounds;
+    grid.hidden = legend.hidden = controls.hidden = below.hidden = !rounds;
     legend.replaceChildren(...members().map((i) => el("li", {}, el("button", { type: "button", "aria-pressed": String(now.includes(i)), onclick: () => {
       const place = members().indexOf(i); toggle("hide", i); redraw(); legend.children[place].firstChild.focus();
     } }, key(i), DATA.groups[i].label))));
     if (!rounds) return;
     const silent = now.filter((i) => parts(DATA.groups[i], view).some(({ series }) => series.mb && !series.mb[series.mb.length - 1]));
-    note.textContent = xKey === "mb" && silent.length ? `${silent.map((i) => DATA.groups[i].label).join(", ")}: uploads nothing; the dotted line is its last value.` : "";
+    const dotted = silent.length ? `${silent.map((i) => DATA.groups[i].label).join(", ")}: uploads nothing; the dotted line is its last value. ` : "";
+    const drawn = curvesOf(now, l, view), most = full || log ? null : ceiling(drawn.map(({ series }) => series[l]));
+    const beyond = most ? drawn.map(({ index, series }) => [index, Math.max(...series[l])]).filter(([, top]) => top > most[1]) : [];
+    const outside = beyond.map(([i, top]) => `${DATA.groups[i].label} (up to ${top.toPrecision(3)})`);
+    note.textContent = (xKey === "mb" ? dotted : "") + (outside.length ? `Above the plot of the loss: ${outside.join(", ")}. Tick “all values” to see it.` : "");
     const zoom = (choices.get("zoom") || "").split("_").map((one) => one.split(",").map(Number));
     const ranged = (i) => (zoom[i] && zoom[i].length === 4 && zoom[i].every(Number.isFinite) ? [{ range: zoom[i].slice(0, 2) }, { range: zoom[i].slice(2) }] : [{ autorange: true }, { autorange: true }]);
     const draw = (node, i, traces, yTitle, yaxis) => {
       const [x, y] = ranged(i);
-      plot(node, traces, layoutOf(X_TITLES[xKey], yTitle, { xaxis: { rangemode: "tozero", ...x }, yaxis: { ...yaxis, ...y } }), `${yTitle} against ${X_TITLES[xKey]}`);
+      node.whole = yaxis.range;
+      const xaxis = { rangemode: "tozero", ...(xKey === "mb" ? megabyteAxis(members()) : {}), ...x };
+      plot(node, traces, layoutOf(X_TITLES[xKey], yTitle, { xaxis, yaxis: { ...yaxis, ...(yaxis.range && y.autorange ? {} : y) } }), `${yTitle} against ${X_TITLES[xKey]}`);
     };
     draw(accuracy, 0, curveTraces(now, a, xKey, view, percent), `${ACCURACY[a].toLowerCase()} accuracy, %`, {});
-    draw(loss, 1, curveTraces(now, l, xKey, view, (values) => values), LOSS_TITLES[l], choices.get("log") === "1" ? { type: "log", minorloglabels: "complete", tickformat: "~g" } : { type: "linear" });
+    const room = most ? 0.05 * (most[1] - most[0]) : 0;
+    draw(loss, 1, curveTraces(now, l, xKey, view, (values) => values, most ? most[1] : Infinity), LOSS_TITLES[l], log ? LOG : most ? { type: "linear", range: [most[0] - room, most[1] + room] } : { type: "linear" });
+    const low = drawCost(cost, now, a, full);
+    costNote.textContent = dotted + (low.length ? `Below the plot, as open triangles: ${low.join(", ")}. Tick “all values” to see them in place.` : "");
+    all.hidden = !(full || outside.length || low.length);
     for (const node of [accuracy, loss]) {
       if (node.followed) continue;
       node.followed = true;
       node.on("plotly_relayout", () => choose("zoom", [accuracy, loss].map((one) => {
         const { xaxis, yaxis } = one.layout;
-        return xaxis.autorange && yaxis.autorange ? "" : [...xaxis.range, ...yaxis.range].map((value) => Number(value).toPrecision(6)).join(",");
+        return xaxis.autorange && (yaxis.autorange || (one.whole && yaxis.range.every((value, i) => value === one.whole[i]))) ? "" : [...xaxis.range, ...yaxis.range].map((value) => Number(value).toPrecision(6)).join(",");
       }).join("_").replace(/^_$/, "")));
     }
   });
@@ -274,6 +287,22 @@ function clients() {
     const [figure, node] = chart("", "Personalized accuracy of every client at the last evaluated round; a box spans the middle half, its line is the median. Seeds are pooled." + (now.some((i) => DATA.groups[i].robust && DATA.groups[i].robust.used.attack) ? " Hostile clients of a simulated attack are excluded." : ""));
     body.append(figure);
     return drawClients(node, now);
+  });
+}
+
+function samples() {
+  panel("samples", "Samples", (body) => {
+    const all = [...new Set(runsOf(members()).map((run) => run.federation))].filter((i) => i !== null && DATA.federations[i].counts.length).map(String);
+    if (!all.length) return false;
+    const seed = (i) => DATA.runs.find((run) => String(run.federation) === i).seed;
+    const at = chosen("federation", all, all[0]), { size, clients: rows, classes, all_classes: total } = DATA.federations[at];
+    if (all.length > 1) body.append(el("div", { class: "controls" }, segments("Partition", "federation", Object.fromEntries(all.map((i) => [i, seed(i) === null ? i : `seed ${seed(i)}`])), all[0], () => {
+      redraw(); document.querySelector("input[name=federation]:checked").focus();
+    })));
+    const part = (shownOnes, of, word) => (shownOnes < of ? ` ${shownOnes} of ${of.toLocaleString("en")} ${word} are shown.` : "");
+    const [figure, node] = chart("", "How many samples of each class every client has, training and test together; the color is their share of the client's samples." + part(rows.length, size, "clients") + part(classes.length, total, "classes"));
+    body.append(figure);
+    return drawCounts(node, DATA.federations[at]);
   });
 }
 
@@ -379,8 +408,14 @@ function configuration() {
 function versions() {
   panel("versions", "Versions and devices", (body) => {
     const runs = runsOf(members()), names = [...new Set(runs.flatMap((run) => Object.keys(run.versions)))];
-    const rows = runs.map((run) => ({ cells: [run.name, run.seed === null ? "-" : String(run.seed), run.status, `${run.rounds}${run.planned ? ` of ${run.planned}` : ""}`, run.device || "-", ...names.map((name) => (name === "commit" ? (run.versions[name] || "-").replace(/^([0-9a-f]{10})[0-9a-f]+/, "$1") : run.versions[name] || "-")), run.changed, run.path] }));
-    body.append(simpleTable("Versions and devices", ["run", "seed", "status", "rounds", "device", ...names, "last written", "folder"], rows));
+    const version = (run, name) => (name === "commit" ? (run.versions[name] || "-").replace(/^([0-9a-f]{10})[0-9a-f]+/, "$1") : run.versions[name] || "-");
+    const titles = ["seed", "status", "rounds", "device", ...names, "last written"];
+    const rows = runs.map((run) => [run.seed === null ? "-" : String(run.seed), run.status, `${run.rounds}${run.planned ? ` of ${run.planned}` : ""}`, run.device || "-", ...names.map((name) => version(run, name)), run.changed]);
+    /* What is the same for all runs is said once. */
+    const same = titles.map((_, i) => i > 1 && rows.length > 1 && rows.every((row) => row[i] === rows[0][i])), shared = titles.filter((_, i) => same[i]);
+    if (shared.length) body.append(el("p", { class: "hint" }, `All runs: ${shared.map((title) => `${title} ${rows[0][titles.indexOf(title)]}`).join(", ")}.`));
+    const rest = (row) => row.filter((_, i) => !same[i]);
+    body.append(simpleTable("Versions and devices", ["run", ...rest(titles)], rows.map((row, i) => ({ cells: [runs[i].path, ...rest(row)] }))));
     if (runs.some((run) => !Object.keys(run.versions).length)) body.append(el("p", { class: "hint" }, "A run writes its versions and device when it ends."));
     return true;
   });
@@ -391,6 +426,7 @@ notices();
 results();
 curves();
 clients();
+samples();
 plans();
 diagnostics();
 robust();

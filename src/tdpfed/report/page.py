@@ -42,7 +42,7 @@ def render(groups: Sequence[Group], notes: Sequence[str], *, reload_every: float
 
 
 def _title(groups: Sequence[Group]) -> str:
-    methods = list(dict.fromkeys(group.algorithm for group in groups))
+    methods = list(dict.fromkeys(group.method for group in groups))
     datasets = list(dict.fromkeys(group.dataset for group in groups))
     return f"{', '.join(methods) if len(methods) < 4 else f'{len(methods)} methods'} on {', '.join(datasets)}"
 

@@ -14,7 +14,10 @@ from tdpfed.runs.seals import Tail, is_sealed
 
 ACCURACIES = ("personalized_accuracy", "local_accuracy", "global_accuracy")
 LOSSES = ("loss", "personalized_loss", "global_loss")
-FIELDS = ("round", *ACCURACIES, *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected", "epsilon")
+FIELDS = (
+    "round", *ACCURACIES, "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected",
+    "epsilon",
+)  # fmt: skip
 """Quantities of a record; each has one value per evaluated round."""
 FIGURES = (
     *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "train_loss", "uplink_bytes", "downlink_bytes",

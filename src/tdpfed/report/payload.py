@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tdpfed.config import flat
@@ -12,9 +13,12 @@ from tdpfed.report.parse import ACCURACIES, LOSSES, Number
 from tdpfed.report.plans import plan_of
 from tdpfed.report.read import Run, Series
 from tdpfed.report.table import COLUMNS, REACH_AT, Cell, cells, run_cells, target_of
+from tdpfed.runs.data_card import DataCard
 
 MAX_CLIENTS = 2000
 """Maximum number of clients whose accuracies a page contains; beyond it, evenly spaced quantiles are used."""
+MAX_ROWS, MAX_COLUMNS = 400, 400
+"""Maximum number of clients and classes in a page's table of classes by client; beyond it, evenly spaced ones."""
 MAX_REJECTED = 20
 """Maximum number of clients with rejected uploads that a page lists."""
 
@@ -25,6 +29,7 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
     members = {name: [group for group in groups if group.dataset == name] for name in datasets}
     runs = [run for group in groups for run in group.runs]
     number = {id(run): i for i, run in enumerate(runs)}
+    cards = {_key(run.data): run.data for run in runs if run.data is not None}
     tasks = list(dict.fromkeys(group.task for group in groups))
     return {
         "datasets": [
@@ -36,7 +41,8 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
         "groups": [
             {
                 "label": group.label,
-                "algorithm": group.algorithm,
+                "method": group.method,
+                "look": asdict(group.look),
                 "dataset": datasets.index(group.dataset),
                 "task": tasks.index(group.task),
                 "status": group.status,
@@ -50,7 +56,10 @@ def payload(groups: Sequence[Group]) -> dict[str, Any]:
             }
             for group in groups
         ],
-        "runs": [_run(run) for run in runs],
+        "runs": [
+            _run(run) | {"federation": None if run.data is None else list(cards).index(_key(run.data))} for run in runs
+        ],
+        "federations": [_federation(card) for card in cards.values()],
         "settings": settings(groups),
     }
 
@@ -116,6 +125,30 @@ def _clients(accuracies: Sequence[Number]) -> list[Number]:
     return _short([known[i * (len(known) - 1) // MAX_CLIENTS] for i in range(MAX_CLIENTS + 1)] if known else [], 5)
 
 
+def _key(card: DataCard) -> tuple[object, ...]:
+    """Return what two runs with the same clients have in common."""
+    return card.digest, card.ids, card.train_size, card.class_counts
+
+
+def _federation(card: DataCard) -> dict[str, Any]:
+    """Return the clients' ids, as far as single clients are shown, and how many samples of each class they have."""
+    rows = _spaced(len(card.ids), MAX_ROWS)
+    columns = _spaced(card.classes, MAX_COLUMNS)
+    counts = [[card.class_counts[k][c] for c in columns] for k in rows] if card.class_counts else []
+    return {
+        "size": len(card.ids),
+        "ids": card.ids if len(card.ids) <= MAX_CLIENTS else [],
+        "clients": [card.ids[k] for k in rows] if counts else [],
+        "classes": [card.labels[c] for c in columns] if counts else [],
+        "all_classes": card.classes,
+        "counts": counts,
+    }
+
+
+def _spaced(count: int, most: int) -> list[int]:
+    return list(range(count)) if count <= most else [i * (count - 1) // (most - 1) for i in range(most)]
+
+
 def _plan(plan: FactorPlan | str | None) -> dict[str, Any] | str | None:
     if not isinstance(plan, FactorPlan):
         return plan
@@ -140,7 +173,7 @@ def _robust(group: Group) -> dict[str, Any] | None:
     if not refusals and not rejected and all(value is None for value in used.values()):
         return None
     reasons = {one.rule: one.reason for one in reversed(refusals)}
-    clients = Counter("unknown" if one.client is None else str(one.client) for one in refusals)
+    clients = Counter(_client_of(run, one.client) for run in group.runs for one in run.refusals)
     return {
         "used": {key: str(value) for key, value in used.items() if value is not None},
         "rejected": max(rejected, len(refusals)),
@@ -148,6 +181,14 @@ def _robust(group: Group) -> dict[str, Any] | None:
         "clients": clients.most_common(MAX_REJECTED),
         "others": max(0, len(clients) - MAX_REJECTED),
     }
+
+
+def _client_of(run: Run, client: int | None) -> str:
+    """Return a client's id, or its number if the run does not know it."""
+    if client is None:
+        return "unknown"
+    ids = run.data.ids if run.data is not None else ()
+    return ids[client] if 0 <= client < len(ids) else str(client)
 
 
 def _short(values: Sequence[Number], digits: int) -> list[Number]:

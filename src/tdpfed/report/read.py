@@ -14,13 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.loading import parse_toml
 from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
 from tdpfed.files import read_file
 from tdpfed.report import parse
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
-from tdpfed.runs.folder import CONFIG, DONE, METRICS, REFUSALS
+from tdpfed.runs.data_card import DataCard
+from tdpfed.runs.folder import CONFIG, DONE, FEDERATION, METRICS, REFUSALS
 from tdpfed.runs.folder import SUMMARY as SUMMARY
 from tdpfed.runs.seals import Chain, Tail, lines_of
 from tdpfed.server.records import worst_decile
@@ -47,6 +49,7 @@ class Run:
     versions: Mapping[str, str]
     notes: Sequence[str]
     changed: datetime
+    data: DataCard | None = None  # its clients and classes; None in a run of an older version
 
     @property
     def name(self) -> str:
@@ -69,6 +72,12 @@ class Run:
         recorded = self.texts.get("algorithm")
         name = str(self.setting("algorithm.name", recorded or "unknown method"))
         return recorded or name.rpartition(":")[2] if ":" in name else name
+
+    @property
+    def method(self) -> str:
+        """The method's name as people write it; a user's own method is called by its class, which is not imported."""
+        name = str(self.setting("algorithm.name", self.algorithm))
+        return ALGORITHMS[name].title if name in ALGORITHMS else name.rpartition(":")[2]
 
     @property
     def dataset(self) -> str:
@@ -121,7 +130,7 @@ def read_run(path: Path) -> Run:
     records, cut, tail = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
     refusals, cut_refusals, refusal_tail = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
     summary = _summary(path / SUMMARY, notes)
-    config = _config(toml, notes)
+    config, card = _config(toml, notes), _card(path, notes)
     for record in records[-1:]:
         record["client_accuracy"] = _honest(record["client_accuracy"], config)
     last = records[-1] if records else {}
@@ -150,6 +159,7 @@ def read_run(path: Path) -> Run:
         versions=summary.versions,
         notes=[f"{path}: {note}" for note in notes],
         changed=datetime.fromtimestamp((path / METRICS).stat().st_mtime).astimezone(),
+        data=card,
     )
 
 
@@ -191,6 +201,16 @@ def _config(toml: str, notes: list[str]) -> dict[str, Any]:
     except TDPFedError as error:
         notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}
+
+
+def _card(path: Path, notes: list[str]) -> DataCard | None:
+    if not (path / FEDERATION).exists():
+        return None
+    try:
+        return DataCard.read(path)
+    except TDPFedError as error:
+        notes.append(f"{FEDERATION} is ignored: {error.reason}")
+        return None
 
 
 def _lines(

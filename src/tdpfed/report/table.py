@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tdpfed.cp.plan import FactorPlan
+from tdpfed.errors import TDPFedError, unknown
 from tdpfed.report.group import Group, Stat, rivals_of
+from tdpfed.report.look import floor
 from tdpfed.report.parse import ACCURACIES, Number
 from tdpfed.report.read import Run
 
@@ -47,6 +49,10 @@ REACH = (
 )
 REACH_AT = 6
 """Position of the columns ``REACH`` among ``COLUMNS``."""
+PAPER = ("personalized %", "global %", "worst decile %", "up MB", "MB to target")
+"""The columns of a LaTeX table beside the method: as many as fit a page."""
+CHOICES = tuple(column.title for column in (*COLUMNS, *REACH))
+"""The columns that a LaTeX table may have."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,12 @@ def _cell(column: Column, stat: Stat, mark: str = "") -> Cell:
 
 
 def target_of(groups: Sequence[Group], accuracy: str = ACCURACIES[0]) -> Number:
-    """Return, as a fraction, the highest whole percentage that every run with this accuracy reached."""
+    """Return, as a fraction, the highest whole percentage that every run with this accuracy reached, but outliers."""
     curves = [run.series[accuracy] for group in groups for run in group.counted]
     known = [max(values) for curve in curves if (values := [value for value in curve if value is not None])]
-    return next((percent / 100 for percent in range(100, 0, -1) if known and percent / 100 <= min(known)), None)
+    lowest = floor([100 * value for value in known])
+    least = min((value for value in known if lowest is None or 100 * value >= lowest), default=0.0)
+    return next((percent / 100 for percent in range(100, 0, -1) if percent / 100 <= least), None)
 
 
 def goal_of(group: Group, groups: Sequence[Group], target: Number) -> Number:
@@ -175,6 +183,28 @@ def single_runs(groups: Sequence[Group]) -> Table:
         for run in group.runs
     ]
     return Table(["data set", "method", "run", "seed", *(column.title for column in COLUMNS), "status"], rows)
+
+
+def paper_columns(text: str) -> list[str]:
+    """Return the columns that a text with commas names."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in CHOICES:
+            raise unknown("--columns", name, CHOICES)
+        if names.count(name) > 1:
+            raise TDPFedError(f"--columns: {text!r} given, must name {name!r} only once")
+    return names
+
+
+def for_paper(table: Table, columns: Sequence[str]) -> Table:
+    """Return a table of results or runs with the given columns only; the data set is named if there are several."""
+    several = len({row[0] for row in table.rows}) > 1
+    first = [*(["data set"] if several else []), "method", "seed"]
+    at = [table.titles.index(title) for title in [*first, *columns] if title in table.titles]
+    goals = {str(row[table.titles.index("target %")]) for row in table.rows} if "target %" in table.titles else set()
+    goal = f"{goals.pop()} %" if len(goals) == 1 else "target"
+    titles = [table.titles[i].replace("to target", f"to {goal}") for i in at]
+    return Table(titles, [[row[i] for i in at] for row in table.rows])
 
 
 def plan_rows(plans: Sequence[tuple[Group, FactorPlan]]) -> Table:

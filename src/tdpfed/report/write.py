@@ -77,24 +77,34 @@ def follow(
         return write_page(runs, out)
 
 
-def check_export(folder: Path) -> None:
-    """Reject a folder that :func:`export` could not write to, before anything is written."""
+def check_export(folder: Path | None, columns: str | None = None) -> Sequence[str]:
+    """Return the columns of :func:`export`; reject a folder it could not write to before anything is written."""
+    if folder is None:
+        if columns is not None:
+            raise TDPFedError("--columns: has no effect without --export")
+        return ()
     figures.check()
     if folder.exists() and not folder.is_dir():
         raise TDPFedError(f"--export: {str(folder)!r} is a file, must be a folder")
+    return table.PAPER if columns is None else table.paper_columns(columns)
 
 
-def export(groups: Sequence[Group], folder: Path) -> list[Path]:
-    """Write the figures as PNG, SVG and PDF and the tables as CSV, Markdown and LaTeX; return the files."""
+def export(groups: Sequence[Group], folder: Path, columns: Sequence[str] = table.PAPER) -> list[Path]:
+    """Write the figures as PNG, SVG and PDF and the tables as CSV, Markdown and LaTeX; return the files.
+
+    A LaTeX table of results has only the given columns beside the method, so that it fits a page.
+    """
     written: list[Path] = []
     datasets = list(dict.fromkeys(group.dataset for group in groups))
     plans = [(group, plan) for group in groups if isinstance(plan := plan_of(group.runs[0]), FactorPlan)]
-    tables = {"results": table.results(groups), "runs": table.single_runs(groups)}
-    tables |= {"plan": table.plan_rows(plans)} if plans else {}
+    whole = {"results": table.results(groups), "runs": table.single_runs(groups)}
+    short = {name: table.for_paper(made, columns) for name, made in whole.items()}
+    plan = {"plan": table.plan_rows(plans)} if plans else {}
+    formats = (("csv", table.to_csv, whole), ("md", table.to_markdown, whole), ("tex", table.to_latex, short))
     with write_errors("--export", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, made in tables.items():
-            for ending, write in (("csv", table.to_csv), ("md", table.to_markdown), ("tex", table.to_latex)):
+        for ending, write, tables in formats:
+            for name, made in (tables | plan).items():
                 written.append(folder / f"{name}.{ending}")
                 write_file(written[-1], write(made), field="--export")
         for number, dataset in enumerate(datasets):

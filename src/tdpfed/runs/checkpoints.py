@@ -163,6 +163,8 @@ class Checkpoints:
         return tuple(layers), ids
 
     def _write(self, snapshot: Snapshot) -> _Saved:
+        if bad := _not_finite(snapshot.server):
+            raise TDPFedError(f"checkpoint: {bad!r} of the server's state is not finite, nothing is saved")
         there = [again for round_, again in self._names().values() if round_ == snapshot.round]
         serial = snapshot.round, max(there, default=-1) + 1
         stem, private = _stem(serial), snapshot.private
@@ -199,6 +201,8 @@ class Checkpoints:
             server = _File(**body["server"])
             state = {name: value.to(device) for name, value in from_bytes(self._checked(server)).items()}
             start = {name: state.pop(f"start.{name}") for name in _names_after("start.", state)}
+            if bad := _not_finite(state):
+                raise _DamagedError(f"{str(self.folder / server.name)!r} holds {bad!r}, which is not finite")
             private = make(start, body["clients"])
             layers: dict[Serial, tuple[tuple[_File, ...], Tensor]] = {}
             for file in (_File(**entry) for entry in body["private"]):
@@ -264,6 +268,11 @@ def _stem(serial: Serial) -> str:
     """Return how the names of a checkpoint's files begin."""
     round_, again = serial
     return f"{again:08}" if round_ < 0 else f"checkpoint-{round_:06}{f'.{again}' if again else ''}"
+
+
+def _not_finite(state: State) -> str | None:
+    """Return the name of an entry with a value that is infinite or NaN."""
+    return next((n for n, v in state.items() if v.is_floating_point() and not bool(v.isfinite().all())), None)
 
 
 def _names_after(prefix: str, state: State) -> list[str]:

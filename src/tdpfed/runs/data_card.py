@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from tdpfed.core.inputs import Inputs, Part
+from tdpfed.core.tasks import Kind
 from tdpfed.data.federation import Federation
 from tdpfed.data.normalization import Normalization
 from tdpfed.errors import TDPFedError
@@ -32,10 +34,14 @@ class DataCard:
     train_size: tuple[int, ...]  # (K,)
     test_size: tuple[int, ...]  # (K,)
     normalization: Normalization
+    targets: Kind = "classes"
+    parts: tuple[Part, ...] = ()  # what a sample holds, if a model takes several tensors
+    class_counts: tuple[tuple[int, ...], ...] = ()  # (K, classes) samples of each class; empty if not counted
 
     @classmethod
     def of(cls, federation: Federation) -> Self:
         """Return the card of a federation."""
+        counts = federation.class_counts
         return cls(
             name=federation.name,
             digest=federation.digest,
@@ -46,11 +52,25 @@ class DataCard:
             train_size=tuple(federation.train_size.tolist()),
             test_size=tuple(federation.test_size.tolist()),
             normalization=federation.normalization,
+            class_counts=() if counts is None else tuple(map(tuple, counts.tolist())),
+            targets=federation.targets,
+            parts=federation.parts,
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes, or their numbers."""
+        return self.class_names or tuple(map(str, range(self.classes)))
+
+    @property
+    def inputs(self) -> Inputs:
+        """What a sample holds: how a model is called with it."""
+        return Inputs(self.input_shape, self.parts)
 
     def as_text(self) -> str:
         """Return the content of the file."""
-        values = {**vars(self), "format": FORMAT, "normalization": self.normalization.as_dict()}
+        parts = [vars(part) for part in self.parts]
+        values = {**vars(self), "parts": parts, "format": FORMAT, "normalization": self.normalization.as_dict()}
         return sealed(json.dumps(values, ensure_ascii=False)) + "\n"
 
     @classmethod
@@ -63,7 +83,24 @@ class DataCard:
             raise ValueError(f"of another format than {FORMAT}, which this version reads")
         values.pop("sha256")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**{**values, **lists, "normalization": Normalization.from_dict(values["normalization"])})
+        parts = tuple(Part(one["name"], tuple(one["shape"]), one["tokens"]) for one in values.get("parts", ()))
+        if counts := lists.get("class_counts"):
+            lists["class_counts"] = tuple(map(tuple, counts))
+        values |= {**lists, "parts": parts, "normalization": Normalization.from_dict(values["normalization"])}
+        made = cls(**values)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise a :class:`ValueError` unless there is one value of each kind for each client."""
+        names = all(type(name) is str for name in (self.name, *self.ids, *self.class_names))
+        rows = (self.train_size, self.test_size, *self.class_counts)
+        whole = all(type(n) is int and 0 <= n < 2**53 for n in (self.classes, *(n for row in rows for n in row)))
+        sizes = {len(self.train_size), len(self.test_size), len(self.class_counts) or len(self.ids)}
+        if not (names and whole and sizes == {len(self.ids)}):
+            raise ValueError("not a name and a size of each client")
+        if {len(self.class_names) or self.classes, *map(len, self.class_counts)} > {self.classes}:
+            raise ValueError("not a value for each class")
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -1,11 +1,11 @@
 """The configuration of a run that was started from Python: what its folder says, like that of the command line.
 
 What can be named is named: methods by name or ``module:Class``, models by name or ``module:factory``, data by the
-arguments of :func:`tdpfed.make_federation`. A model or federation that was given as an object has no such name; its
-entry then ends in :data:`IN_PYTHON`, and only Python, which has the object, can resume the run.
+arguments of :func:`tdpfed.make_federation`. A model, federation, loss or metric that was given as an object has no such
+name; its entry then ends in :data:`IN_PYTHON`, and only Python, which has the object, can resume the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch import nn
 
 from tdpfed.algorithms import ALGORITHMS, Algorithm, Best
 from tdpfed.config.sections import Config, Data, Engine, Evaluation, Model, Privacy, Robust, Run
+from tdpfed.core.losses import LossFunction
+from tdpfed.core.metrics import Function, Metric
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import plain
+from tdpfed.core.tasks import TaskSettings
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
@@ -37,6 +40,9 @@ def described(
     state: Place,
     evaluate_clients: int | None,
     loggers: Sequence[str],
+    loss: str | LossFunction,
+    metrics: Sequence[str | Metric | Function],
+    train_loss: bool,
 ) -> Config:
     """Return the configuration of a simulation, with the arguments that it does not keep."""
     diagnostics, accountant = simulation.diagnostics, simulation.accountant
@@ -57,9 +63,11 @@ def described(
             chunk="auto" if chunk is None else chunk,
             precision=simulation.runner.precision,
             loggers=tuple(loggers),  # type: ignore[arg-type]  # checked by the section
+            train_loss=train_loss,
         ),
         data=_data(simulation.federation, validation),
         model=Model(name=model if isinstance(model, str) else f"{type(model).__name__}{IN_PYTHON}"),
+        task=TaskSettings(loss=_named(loss), metrics=tuple(_named(metric) for metric in metrics)),
         method_name=name_of(type(method)),
         method=method,
         optimizer=optimizer,
@@ -75,7 +83,8 @@ def described(
 
 def check_named(config: Config) -> None:
     """Refuse a configuration whose model or data only a Python program has."""
-    for field, name in (("model.name", config.model.name), ("data.name", config.data.name)):
+    names = [("model.name", config.model.name), ("data.name", config.data.name), ("task.loss", config.task.loss)]
+    for field, name in (*names, *(("task.metrics", metric) for metric in config.task.metrics)):
         if name.endswith(IN_PYTHON):
             what = name.removesuffix(IN_PYTHON)
             raise TDPFedError(
@@ -83,6 +92,14 @@ def check_named(config: Config) -> None:
                 "of tdpfed.simulate(..., out=..., resume=True)",
                 field=field, value=name,
             )  # fmt: skip
+
+
+def _named(given: str | Metric | Callable[..., Any]) -> str:
+    """Return the name of a loss or metric; of one that is given as a function, that only the program has it."""
+    if isinstance(given, str):
+        return given
+    name = given.name if isinstance(given, Metric) else getattr(given, "__name__", type(given).__name__)
+    return f"{name}{IN_PYTHON}"
 
 
 def name_of(method: type[Algorithm]) -> str:

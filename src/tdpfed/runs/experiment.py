@@ -34,8 +34,8 @@ def prepare(
     device, seed = config.device(), config.run.seed
     if device.type == "cuda":
         ranks.check_devices()
+    federation = federation_of(config, data_root)
     with _config_keys():
-        federation = federation_of(config, data_root)
         model = from_spec(config.model.name, federation.input_shape, federation.classes, seed=seed)
     every = config.run.diagnostics_every
     return Simulation(
@@ -50,6 +50,9 @@ def prepare(
         wire=config.wire,
         server_step=config.server,
         optimizer=config.optimizer.over(config.run.rounds),
+        loss=config.task.loss,
+        metrics=config.task.metrics,
+        train_loss=config.run.train_loss,
         rule=config.robust.rule,
         attack=config.robust.attacked,
         privacy=config.privacy.asked,
@@ -65,7 +68,12 @@ def federation_of(config: Config, data_root: Path | None = None) -> Federation:
     """Load the data set of a configuration and partition it among the clients."""
     data = plain(config.data)
     name, seed = data.pop("name"), data.pop("seed")
-    return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
+    if config.data.partition != "dirichlet":
+        del data["alpha"]
+    if config.data.partition not in (None, "classes", "classes-in-turn"):
+        del data["per_client"]
+    with _config_keys():
+        return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,8 +81,7 @@ class RunFolder:
         """
         for name in (REFUSALS, *others):
             self._rewind(name, round_, dict, saved)
-        known = {field.name for field in fields(Record)}
-        return self._rewind(METRICS, round_, lambda line: Record(**{k: line[k] for k in line if k in known}), saved)
+        return self._rewind(METRICS, round_, Record.from_dict, saved)
 
     def _rewind(
         self, name: str, round_: int, read: Callable[[dict[str, Any]], T], saved: Mapping[str, Any] | None

@@ -52,7 +52,7 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
         def on_round(current: Simulation) -> None:
             accuracy = records[-1].personalized_accuracy if records else None
             sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
-            loss = "-" if current.train_loss is None else f"{current.train_loss:.4f}"
+            loss = "-" if current.minibatch_loss is None else f"{current.minibatch_loss:.4f}"
             last = records[-1] if records else None
             private = last is not None and last.epsilon is not None
             spent = f"  epsilon {last.epsilon:.3f} at round {last.round}" if last and private else ""

@@ -65,7 +65,7 @@ class Session:
         with ranks.agreement():
             folder = _created(path, config, simulation) if ranks.leads else NoFolder(path)
         session = cls(config, simulation, folder)
-        session.warnings = advice(config, simulation.algorithm)
+        session.warnings = [*advice(config, simulation.algorithm), *simulation.notes]
         return session
 
     @classmethod
@@ -111,7 +111,7 @@ class Session:
                 session = cls(config, simulation, folder)
             with ranks.agreement():
                 session._load(changed=bool(overrides))
-                session.warnings += folder.warnings
+                session.warnings += [*folder.warnings, *simulation.notes]
         except BaseException:
             folder.release()
             raise

@@ -8,7 +8,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.objective import Loss, cross_entropy
+from tdpfed.core.losses import LossFunction
+from tdpfed.core.metrics import Function, Metric
 from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
@@ -65,7 +66,9 @@ def simulate(
     participation: Participation = EVERYBODY,
     runner: RunnerName = "batched",
     chunk: int | None = None,
-    loss: Loss = cross_entropy,
+    loss: str | LossFunction = "auto",
+    metrics: Sequence[str | Metric | Function] = (),
+    train_loss: bool = False,
     diagnostics: Diagnostics | None = None,
     wire: Wire = PLAIN,
     rule: Rule = MEAN,
@@ -85,9 +88,11 @@ def simulate(
     """Train ``model`` on ``federation`` with ``algorithm`` for ``rounds`` communication rounds.
 
     ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average, ``optimizer`` how
-    clients take their steps. The model's parameters are the common starting point; a model may also be given by name,
-    as in ``model.name``, and starts from the seed. ``seed`` determines all random draws. With many clients, accuracy
-    can be measured on ``evaluate_clients`` of them. Private state is kept in memory, or on disk if it does not fit.
+    clients take their steps. ``loss`` and ``metrics`` are names or functions of outputs and targets; by default they
+    follow the federation's targets. ``train_loss`` also evaluates models on the training samples. The model's
+    parameters are the common starting point; a model may also be given by name, as in ``model.name``, and starts from
+    the seed. ``seed`` determines all random draws. With many clients, accuracy can be measured on ``evaluate_clients``
+    of them. Private state is kept in memory, or on disk if it does not fit.
 
     With ``out`` the run is written to a new folder, as by ``tdpfed run``: records, checkpoints, a summary. With
     ``resume`` the run in that folder is continued, if there is one. ``callbacks`` are called with each new record and
@@ -102,10 +107,13 @@ def simulate(
             raise wrong(name, value, "given together with out, the folder of the run")
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
+        metrics=metrics, train_loss=train_loss,
         diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
         optimizer=optimizer.over(rounds), state_folder=None if out is None else Path(out),
     )  # fmt: skip
+    for note in simulation.notes:
+        warnings.warn(note, stacklevel=2)
     show = live_progress if progress else no_progress
     if out is None:
         records: list[Record] = []
@@ -117,7 +125,7 @@ def simulate(
         return Result(records, simulation)
     config = described(
         simulation, given, rounds, evaluate_every, optimizer=optimizer, chunk=chunk, attack=attack, state=state,
-        evaluate_clients=evaluate_clients, loggers=loggers,
+        evaluate_clients=evaluate_clients, loggers=loggers, loss=loss, metrics=metrics, train_loss=train_loss,
     )  # fmt: skip
     try:
         session = Session.around(config, simulation, Path(out), resume=resume)

@@ -15,7 +15,7 @@ import torch
 import tdpfed
 from tdpfed.core.layout import Layout
 from tdpfed.engine.simulation import Simulation
-from tdpfed.server.records import Ledger, Record, worst_decile
+from tdpfed.server.records import HIGHER, OPTIONAL, Ledger, Record, best, worst_decile
 from tdpfed.wire.forms import dense_bytes
 
 
@@ -76,10 +76,12 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
         "personalized_accuracy": last.personalized_accuracy if last else None,
         "local_accuracy": last.local_accuracy if last else None,
         "global_accuracy": last.global_accuracy if last else None,
-        "best_personalized_accuracy": max(personal, default=None),
+        "best_personalized_accuracy": best(personal),
         "worst_decile_accuracy": worst_decile([last.client_accuracy[k] for k in honest]) if last else None,
         **_validated(last),
-        "train_loss": last.loss if last else None,
+        **_metrics(records, honest),
+        "minibatch_loss": last.minibatch_loss if last else None,
+        **_train_losses(last),
         "uplink_bytes": ledger.uplink,
         "downlink_bytes": ledger.downlink,
         "bytes_per_client_round": ledger.per_client_round,
@@ -103,6 +105,30 @@ def _validated(last: Record | None) -> dict[str, Any]:
     if last is not None and last.client_choice is not None:
         found["choices"] = dict(sorted(Counter(one for one in last.client_choice if one is not None).items()))
     return found
+
+
+def _metrics(records: Sequence[Record], honest: Sequence[int]) -> dict[str, Any]:
+    """Return the metrics of the last record, each with its best round and its worst clients; nothing if there are none.
+
+    The first is the main one.
+    """
+    if not records or not records[-1].metrics:
+        return {}
+    found: dict[str, Any] = {}
+    for name, last in records[-1].metrics.items():
+        higher = last["better"] == HIGHER
+        curve = [one.metrics.get(name, {}).get("personalized") for one in records if one.metrics]
+        found[name] = {key: value for key, value in last.items() if key != "clients"} | {
+            "best_personalized": best(curve, higher),
+            "worst_decile": worst_decile([last["clients"][k] for k in honest], higher),
+        }
+    return {"metrics": found}
+
+
+def _train_losses(last: Record | None) -> dict[str, Any]:
+    """Return the losses on all training samples; nothing where they are not evaluated."""
+    found = {} if last is None else {name: getattr(last, name) for name in OPTIONAL if name != "metrics"}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @cache

@@ -1,35 +1,79 @@
 """The gate that uploads pass before they are averaged.
 
-It refuses an upload that is not finite or whose factors are too far from the broadcast ones (the CP gauge: factors of
-an unchanged tensor can ruin an average). A refused upload is reported and left out; the round continues.
+It refuses an upload that is not finite, whose factors are too far from the broadcast ones or too small
+(:mod:`tdpfed.server.gauge`), or of which what is averaged is not finite or far longer than that of other clients
+(:mod:`tdpfed.server.bound`). A refused upload is reported and left out; the round continues.
 """
 
 import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.state import State, Turn, layouts_of
-from tdpfed.errors import wrong
-from tdpfed.server.robust import Rule, within_gauge
+from tdpfed.core.state import State, Turn, layouts_of, own_entries
+from tdpfed.server.averages import averaged_values
+from tdpfed.server.bound import contributions, longest_allowed
+from tdpfed.server.gauge import least_norm, reference_of, within_gauge
+from tdpfed.server.robust import Rule
 from tdpfed.wire import Rejected, screen
 
 
 def refusals(
-    algorithm: Algorithm, rule: Rule, uploads: State, server: State, turn: Turn, *, finite: bool = False
+    algorithm: Algorithm,
+    rule: Rule,
+    uploads: State,
+    server: State,
+    turn: Turn,
+    *,
+    finite: bool = False,
+    private: bool = False,
 ) -> list[Rejected]:
     """Return the gate's refusals of the turn's uploads ``(S, n)``, at most one for each client.
 
-    ``finite``: the uploads are known to be finite, and only the gauge is checked.
+    ``finite``: the uploads are known to be finite. ``private``: no upload is compared with others, because privacy
+    clips each of them, and whether one is refused must not depend on the rest.
     """
     refused = [] if finite else screen(uploads, layouts_of(algorithm.up()), turn.clients)
-    plan, bound = algorithm.plan, rule.gauge
-    if plan is not None and bound is not None:
-        inside, farthest = within_gauge(uploads["factors"], server["factors"], plan.factors, bound)
-        for row in (accepted(turn, refused) & ~inside.cpu()).nonzero().flatten().tolist():
-            tensor = f"factors/{plan.factors.names[int(farthest[row])]}"
-            reason = f"{tensor} is farther from the broadcast factor than {bound} of its norm"
-            refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
+    refused += _out_of_gauge(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
+    if algorithm.averages and not private:
+        refused += _out_of_bound(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
     return refused
+
+
+def _out_of_gauge(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, server: State) -> list[Rejected]:
+    plan, bound = algorithm.plan, rule.gauge
+    if plan is None or bound is None:
+        return []
+    reference = reference_of(server, plan.factors)
+    inside, worst = within_gauge(uploads["factors"], server["factors"], reference, plan.factors, bound)
+    refused = []
+    for row in (~inside).nonzero().flatten().tolist():
+        tensor = f"factors/{plan.factors.names[int(worst[row])]}"
+        reason = (
+            f"{tensor} is farther from the broadcast factor than {bound} of the norm of such factors, or its own norm "
+            f"is below {least_norm(bound):.2g} of that"
+        )
+        refused.append(Rejected("gauge", reason, client=int(turn.clients[row]), tensor=tensor))
+    return refused
+
+
+def _out_of_bound(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, server: State) -> list[Rejected]:
+    """Return refusals by what a method averages, at most one for each client."""
+    if not len(turn.clients):
+        return []
+    found: dict[int, Rejected] = {}
+    for name, entry in averaged_values(algorithm, own_entries(server), uploads, turn).items():
+        norms = contributions(entry.values, entry.center, entry.sent)
+        most = longest_allowed(norms, entry.center, rule.bound)
+        for row in (~(norms.isfinite() & (norms <= most))).nonzero().flatten().tolist():
+            client, norm = int(turn.clients[row]), float(norms[row])
+            known = Rejected("nan", f"what is averaged of {name} is not finite", client=client, tensor=name)
+            if norm < float("inf"):
+                reason = (
+                    f"what {name} adds to the average has norm {norm:.3g}, must be at most {most:.3g} (robust.bound)"
+                )
+                known = Rejected("norm", reason, client=client, tensor=name)
+            found.setdefault(client, known)
+    return list(found.values())
 
 
 def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
@@ -38,7 +82,10 @@ def accepted(turn: Turn, refused: list[Rejected]) -> Tensor:
     return torch.tensor([client not in rejected for client in turn.clients.tolist()], dtype=torch.bool)
 
 
-def check_gauge(algorithm: Algorithm, rule: Rule) -> None:
-    """Refuse a bound on the gauge for a method that sends no factors."""
-    if rule.gauge is not None and algorithm.plan is None:
-        raise wrong("robust.gauge", rule.gauge, f"left out: {algorithm.name!r} sends no CP factors")
+def only(uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
+    """Return the uploads and the clients of a turn that a mask selects."""
+    if bool(mask.all()):
+        return uploads, turn
+    mask = mask.to(turn.clients.device)
+    some = {name: value[mask] for name, value in uploads.items()}
+    return some, Turn(turn.seed, turn.round, turn.clients[mask])

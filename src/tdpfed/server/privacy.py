@@ -17,7 +17,7 @@ from torch import Tensor
 from tdpfed.core.draws import Stream, key
 from tdpfed.core.setting import check, setting
 from tdpfed.errors import TDPFedError, wrong
-from tdpfed.server.robust import VectorAverage
+from tdpfed.server.robust import VectorAverage, norm_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def clipped_sum(uploads: Tensor, weights: Tensor, center: Tensor, clip: float) -
     """Return the sum ``(P,)`` of the clients' updates ``uploads - center`` ``(K, P)``, each shortened to ``clip``.
 
     No client changes the sum by more than ``clip``, so all count the same: weights ``(K,)`` or ``(K, P)`` above 0 only
-    mark what was sent. Computed in float64, where no square of a float32 overflows.
+    mark what was sent. Computed in float64, where no square of a float32 overflows. An update that is not finite, as
+    finite factors may compose one, has no direction and counts as not sent.
     """
     if uploads.shape[1:] != center.shape:
         raise TDPFedError(f"clip: uploads of {tuple(uploads.shape[1:])} given, must be {tuple(center.shape)}")
@@ -80,8 +81,9 @@ def clipped_sum(uploads: Tensor, weights: Tensor, center: Tensor, clip: float) -
     total, start = torch.zeros_like(center, dtype=torch.float64), center.double()
     for rows, own in zip(uploads.split(4), sent.split(4), strict=True):  # a few at a time: less memory, and faster
         moved = (rows.double() - start).where(own, 0)
-        norms = torch.linalg.vector_norm(moved, dim=-1)
-        total = total + (clip / norms.clamp_min(clip)) @ moved
+        norms = norm_of(moved)
+        known = norms.isfinite()
+        total = total + (clip / norms.where(known, clip).clamp_min(clip)) @ moved.where(known[:, None], 0)
     return total
 
 

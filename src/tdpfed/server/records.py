@@ -1,9 +1,29 @@
 """The results of a run: a record for each evaluated round, and the ledger of bytes sent."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple, Self
+
+LOWER, HIGHER = "lower", "higher"
+"""Which values of a metric are better."""
+
+OPTIONAL = ("personalized_train_loss", "global_train_loss", "metrics")
+"""Keys of a record that are left out if they have no value."""
+
+NEW_NAMES = {"loss": "minibatch_loss"}
+"""Names of keys of a record that had another one."""
+
+
+class Main(NamedTuple):
+    """The main metric of a task: its name, whether higher is better, its value of each kind of model, and by client."""
+
+    name: str
+    higher: bool
+    personalized: float | None
+    local: float | None
+    common: float | None
+    clients: Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -11,7 +31,7 @@ class Record:
     """The state of a run after a round; accuracies are fractions, None if there is no such model or no data."""
 
     round: int
-    loss: float | None
+    minibatch_loss: float | None  # mean over clients, each on its last minibatch of the round before its last step
     personalized_accuracy: float | None
     local_accuracy: float | None
     global_accuracy: float | None
@@ -28,10 +48,34 @@ class Record:
     client_change: list[float | None] | None = None  # personalized minus global accuracy, if the method reports it
     validation_accuracy: float | None = None  # of personalized models on held-out training samples, if there are any
     client_choice: list[str | None] | None = None  # which model each client uses, if it chooses
+    personalized_train_loss: float | None = None  # on all training samples, if asked for
+    global_train_loss: float | None = None
+    metrics: dict[str, dict[str, Any]] | None = None  # by name, the main one first; None: accuracy is the only one
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the record as plain values for JSON; values that are not finite become None."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        """Return the record as plain values for JSON; values that are not finite become None.
+
+        Training losses and metrics are left out where there are none.
+        """
+        values = asdict(self).items()
+        return {name: _finite(value) for name, value in values if value is not None or name not in OPTIONAL}
+
+    @property
+    def main(self) -> Main:
+        """The main metric."""
+        if not self.metrics:
+            values = self.personalized_accuracy, self.local_accuracy, self.global_accuracy
+            return Main("accuracy", True, *values, self.client_accuracy)
+        name, found = next(iter(self.metrics.items()))
+        models = (found.get(model) for model in ("personalized", "local", "global"))
+        return Main(name, found.get("better") != LOWER, *models, found.get("clients", []))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the record from :meth:`as_dict`; keys of other versions are ignored."""
+        values = {NEW_NAMES.get(name, name): value for name, value in values.items()}
+        known = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass
@@ -43,6 +87,7 @@ class Ledger:
     client_rounds: int = 0
     rejected: int = 0
     uploads: int = 0
+    mostly_refused: int = 0  # rounds in a row, up to the latest, in which more uploads were refused than accepted
 
     @property
     def per_client_round(self) -> float:
@@ -59,9 +104,15 @@ def due(round_: int, every: int, last: bool) -> bool:
     return every > 0 and (last or round_ % every == 0)
 
 
-def worst_decile(accuracies: Sequence[float | None]) -> float | None:
-    """Return the mean accuracy of the worst tenth of the clients (at least one)."""
-    known = sorted(accuracy for accuracy in accuracies if accuracy is not None)
+def best(values: Sequence[float | None], higher: bool = True) -> float | None:
+    """Return the best of the values that there are; None without any."""
+    known = [value for value in values if value is not None]
+    return (max if higher else min)(known, default=None)
+
+
+def worst_decile(accuracies: Sequence[float | None], higher: bool = True) -> float | None:
+    """Return the mean over the worst tenth of the clients (at least one); ``higher`` says which values are better."""
+    known = sorted((accuracy for accuracy in accuracies if accuracy is not None), reverse=not higher)
     worst = known[: max(1, len(known) // 10)]
     return sum(worst) / len(worst) if worst else None
 
@@ -69,4 +120,6 @@ def worst_decile(accuracies: Sequence[float | None]) -> float | None:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tdpfed.core.layout import Layout
 from tdpfed.core.setting import check, setting
 from tdpfed.errors import TDPFedError, wrong
 
@@ -37,7 +36,34 @@ class Rule:
     clip: float | Literal["median"] | None = setting(
         None, "largest norm of an update; median: the median norm of the round's updates", above=0
     )
-    gauge: float | None = setting(None, "largest relative distance of a factor from the broadcast one", above=0)
+    gauge: float | None = setting(
+        None,
+        "largest distance of an uploaded factor from the broadcast one, relative to the norm of such factors so far; "
+        "its own norm must be at least 1/(1 + gauge/4) of that",
+        above=0,
+    )
+    norms: Literal["mean", "median"] = setting(
+        "mean",
+        "norm of an averaged CP factor: that of the average, or the median of the uploads' norms, which a few clients "
+        "cannot make smaller",
+    )
+    bound: float | Literal["off"] = setting(
+        10.0,
+        "largest norm of what an upload adds to the average, relative to the median of the round's uploads; longer "
+        "ones are refused; off: only values that are not finite",
+        least=1,
+    )
+    weight_cap: float | Literal["auto", "off"] = setting(
+        "auto",
+        "largest weight of a client in an average, relative to the median of the round's; larger ones are reduced to "
+        "it; auto: 3 in a deployment, off in a simulation",
+        least=1,
+    )
+    patience: int = setting(
+        5,
+        "rounds in a row in which more uploads are refused than accepted, after which the run stops; 0: never",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -148,30 +174,25 @@ def clipped(center: Tensor, bound: float | None, inner: VectorAverage) -> Vector
             raise TDPFedError(f"clip: uploads of {tuple(uploads.shape[1:])} given, must be {tuple(center.shape)}")
         sent = _sent(uploads, weights)
         moved = (uploads - center).where(sent, 0)
-        norms = torch.linalg.vector_norm(moved, dim=-1, keepdim=True, dtype=torch.float64)
+        if not bool(moved.isfinite().all()):  # a difference that float32 cannot hold
+            moved = (uploads.double() - center.double()).where(sent, 0)
+        norms = norm_of(moved)[:, None]
         limit = median(norms, sent.any(-1)) if bound is None else bound
-        shortened = center + (limit / norms).to(uploads.dtype) * moved
+        shortened = (center + (limit / norms).to(moved.dtype) * moved).to(uploads.dtype)
         return inner(torch.where(norms > limit, shortened, uploads), weights)
 
     return average
 
 
-def factor_distances(uploads: Tensor, broadcast: Tensor, layout: Layout) -> Tensor:
-    """Return distances of the entries of uploads ``(K, Q)`` to the broadcast ``(Q,)`` over its norm, ``(K, E)``.
-
-    If the norm is below the average for an entry of this size, as for a bias that starts at 0, the average is used.
-    Factors that compose the same tensor may be far apart: only this distance shows it.
-    """
-    typical = broadcast.square().mean().sqrt()
-    norms = [torch.maximum(b.norm(), typical * b.numel() ** 0.5) for b in layout.split(broadcast)]
-    moved = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in layout.split(uploads - broadcast)]
-    return torch.stack([far / norm for far, norm in zip(moved, norms, strict=True)], dim=-1)
-
-
-def within_gauge(uploads: Tensor, broadcast: Tensor, layout: Layout, bound: float) -> tuple[Tensor, Tensor]:
-    """Return a mask ``(K,)`` of clients with every entry within ``bound``, and the farthest entry of each."""
-    farthest, entry = factor_distances(uploads, broadcast, layout).max(-1)
-    return farthest <= bound, entry
+def norm_of(rows: Tensor) -> Tensor:
+    """Return the norms ``(K,)`` of rows in float64, also of rows whose squares overflow; inf or NaN if a value is."""
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    if bool(norms.isfinite().all()):
+        return norms
+    peak = rows.abs().amax(-1).double()
+    scaled = rows.double() / peak.clamp_min(torch.finfo(torch.float64).tiny)[:, None]
+    long: Tensor = peak * torch.linalg.vector_norm(scaled, dim=-1)
+    return norms.where(norms.isfinite(), long)
 
 
 def _sent(uploads: Tensor, weights: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import Stream, key
 from tdpfed.core.state import State, Turn, lengths_of, own_entries
 from tdpfed.errors import QuorumError, TDPFedError
+from tdpfed.server import gauge
 from tdpfed.server.averages import HiddenUploads, private_averages, robust_averages
-from tdpfed.server.gate import accepted, refusals
+from tdpfed.server.gate import accepted, only, refusals
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant
+from tdpfed.server.records import Ledger
 from tdpfed.server.robust import Rule
 from tdpfed.server.step import AVERAGE, ServerStep
 from tdpfed.wire import Rejected
@@ -42,7 +44,8 @@ class ServerRound:
         self, uploads: State, server: State, turn: Turn, *, finite: bool = False
     ) -> tuple[State, Turn, list[Rejected]]:
         """Return the uploads that pass the gate with their clients, and the refusals."""
-        refused = refusals(self.algorithm, self.rule, uploads, server, turn, finite=finite)
+        private = self.accountant is not None
+        refused = refusals(self.algorithm, self.rule, uploads, server, turn, finite=finite, private=private)
         if not refused:
             return uploads, turn, []
         return *only(uploads, turn, accepted(turn, refused)), refused
@@ -51,10 +54,30 @@ class ServerRound:
         """Whether this many uploads are enough for a round."""
         return count >= self.participation.quorum and self.rule.enough(count)
 
+    def watch(self, ledger: Ledger, number: int, count: int, refused: list[Rejected]) -> None:
+        """Stop a run whose gate refuses more uploads than it accepts, ``count``, for ``robust.patience`` rounds."""
+        if not count and not refused:
+            return  # a round without uploads says nothing
+        ledger.mostly_refused = ledger.mostly_refused + 1 if len(refused) > count else 0
+        if 0 < self.rule.patience <= ledger.mostly_refused:
+            raise QuorumError(
+                f"round {number}: {len(refused)} of {count + len(refused)} uploads refused, and more than accepted in "
+                f"{ledger.mostly_refused} rounds in a row (robust.patience); the last refusal: {refused[-1]}"
+            )
+
     def weights(self, samples: Tensor) -> Tensor:
         """Return the weights in the average of clients with these numbers of training samples."""
-        sizes = samples.double()
-        return sizes if self.algorithm.weights == "samples" else torch.ones_like(sizes)
+        sizes, cap = samples.double(), self.rule.weight_cap
+        if self.algorithm.weights != "samples":
+            return torch.ones_like(sizes)
+        return sizes if isinstance(cap, str) or not len(sizes) else sizes.clamp(max=cap * float(sizes.median()))
+
+    def start(self, server: State) -> State:
+        """Return what the gate keeps in the server's state, before round 1."""
+        plan = self.algorithm.plan
+        if plan is None or self.rule.gauge is None:
+            return {}
+        return {gauge.NORMS: gauge.reference_norms(server["factors"], plan.factors)}
 
     def aggregate(self, server: State, uploads: State, samples: Tensor, turn: Turn) -> State:
         """Return the server's next state from the accepted uploads of the turn's clients.
@@ -65,15 +88,24 @@ class ServerRound:
         if self.accountant is None:
             if not len(turn.clients):
                 return server
-            averages = robust_averages(uploads, weights, algorithm.center(own), self.rule)
-            return self.step.after(server, algorithm.aggregate(own, uploads, averages, turn), algorithm)
+            averages = robust_averages(uploads, weights, algorithm.center(own), self.rule, algorithm.plan)
+            return self._after(server, algorithm.aggregate(own, uploads, averages, turn), turn)
         cohort = self.accountant.rate * algorithm.population
         averages = private_averages(
             uploads, weights, algorithm.center(own), self.accountant.privacy, cohort, self.seed, int(turn.round)
         )
         anonymous = Turn(turn.seed, turn.round, turn.clients[:0])  # who took part is a secret, and how many
         averaged = algorithm.aggregate(own, cast(State, HiddenUploads()), averages, anonymous)
-        return self.step.after(server, averaged, algorithm)
+        return self._after(server, averaged, turn)
+
+    def _after(self, server: State, averaged: State, turn: Turn) -> State:
+        """Return the server's next state; a state that is not finite ends the run and is kept by nobody."""
+        state = self.step.after(server, averaged, self.algorithm)
+        if not is_finite(state):
+            raise diverged(self.algorithm, int(turn.round))
+        if gauge.NORMS in server and (plan := self.algorithm.plan) is not None:
+            state = state | {gauge.NORMS: gauge.moved_reference(server[gauge.NORMS], state["factors"], plan.factors)}
+        return state
 
     def no_uploads(self, server: State, turn: Turn) -> tuple[State, Turn]:
         """Return the empty uploads of a round without participants, and its turn."""
@@ -91,13 +123,10 @@ class ServerRound:
         return QuorumError(f"round {number}: {count} uploads accepted{tries}, {wanted}{reasons}")
 
 
-def only(uploads: State, turn: Turn, mask: Tensor) -> tuple[State, Turn]:
-    """Return the uploads and the clients of a turn that a mask selects."""
-    if bool(mask.all()):
-        return uploads, turn
-    mask = mask.to(turn.clients.device)
-    some = {name: value[mask] for name, value in uploads.items()}
-    return some, Turn(turn.seed, turn.round, turn.clients[mask])
+def is_finite(state: State) -> bool:
+    """Whether all numbers of a state are finite."""
+    found = [value.isfinite().all() for value in state.values() if value.is_floating_point()]
+    return not found or bool(torch.stack(found).all())
 
 
 def diverged(algorithm: Algorithm, round_: int, client: int | None = None, hint: str = "") -> TDPFedError:
