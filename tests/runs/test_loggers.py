@@ -79,7 +79,7 @@ def test_every_setting_with_a_value_is_a_hyper_parameter() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [('["wandb"]', "'tensorboard' or 'mlflow'"), ("3", "a list of"), ("[1]", "run.loggers")],
+    [('["aim"]', "'tensorboard', 'mlflow' or 'wandb'"), ("3", "a list of"), ("[1]", "run.loggers")],
 )
 def test_unknown_loggers_are_refused(given: str, words: str) -> None:
     with pytest.raises(TDPFedError, match=r"run\.loggers") as error:
@@ -87,7 +87,7 @@ def test_unknown_loggers_are_refused(given: str, words: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_a_missing_package_names_its_extra_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,3 +256,61 @@ def test_ctrl_c_is_no_failure_of_a_logger(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(loggers.TensorBoard, "log", stop)
     with pytest.raises(KeyboardInterrupt):
         Loggers(config("tensorboard"), tmp_path).record(record(1))
+
+
+class Dashboard:
+    """As much of wandb as we use: runs by id, each with its settings, steps and summary."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def Settings(self, **values: Any) -> dict[str, Any]:
+        assert values["console"] == "off"  # standard output stays that of the run
+        return values
+
+    def init(self, *, id: str, **given: Any) -> Any:  # noqa: A002
+        found = self.runs.setdefault(id, {"given": given, "steps": {}, "summary": {}, "exit": None})
+
+        def log(values: dict[str, float], step: int) -> None:
+            assert step not in found["steps"]
+            found["steps"][step] = values
+
+        def finish(exit_code: int) -> None:
+            found["exit"] = exit_code
+
+        return types.SimpleNamespace(log=log, finish=finish, summary=found["summary"])
+
+
+def test_wandb_has_every_step_once_also_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: the package is large, and starts a process of its own."""
+    board, module = Dashboard(), types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")  # type: ignore[assignment]
+    vars(module).update(init=board.init, Settings=board.Settings)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run(tmp_path, config("wandb"), stop_after=5)
+    (noted,) = board.runs.values()
+    assert (noted["exit"], noted["summary"]["status"], sorted(noted["steps"])) == (1, "interrupted", [1, 2, 3, 4, 5])
+    run(tmp_path, None)
+    (noted,) = board.runs.values()  # the same run, continued
+    assert noted["given"]["resume"] == "allow"
+    assert (noted["exit"], noted["summary"]["status"]) == (0, "finished")
+    accuracy = {step: values["personalized_accuracy"] for step, values in noted["steps"].items()}
+    assert accuracy == {line["round"]: line["personalized_accuracy"] for line in lines(tmp_path)}
+    assert noted["summary"]["summary/rounds"] == 8
+    assert noted["given"]["config"] == settings(config("wandb"))
+
+
+@pytest.mark.slow
+def test_the_real_wandb_writes_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert run(tmp_path, config("wandb"))["status"] == "finished"
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert file.stat().st_size > 0
+    found = capsys.readouterr()
+    assert not found.out
+    assert "disabled" not in found.err
+    assert json.loads((tmp_path / "wandb.json").read_text())["step"] == 8

@@ -99,7 +99,7 @@ def test_a_shared_body_gets_a_head_of_the_newcomer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mocha", "dapper"}))
 def test_every_method_serves_a_newcomer_or_says_why_not(name: str, tmp_path: Path) -> None:
-    ranks = {"rank": 2} if name in ("fedpara", "pfedpara") else {}  # the layers are too small for the default
+    ranks: dict[str, Any] = {"rank": 2} if name in ("fedpara", "pfedpara") else {}  # the layers are too small for the default
     simulate("dnn", federation(), ALGORITHMS[name](tau=1, **ranks), 1, out=tmp_path / "run")
     run = load_run(tmp_path / "run")
     made = run.personalize(*samples(9), rounds=1)
@@ -166,7 +166,7 @@ def test_the_command_writes_the_model_and_reports_both_accuracies(tmp_path: Path
     assert done.exit_code == 0, done.output
     shown = json.loads(done.stdout)
     expected = run.personalize(x, y, test_mask=held_out, rounds=3, tau=4)
-    assert (shown["accuracy_before"], shown["accuracy_after"]) == (expected.before, expected.after)
+    assert (shown["before"], shown["after"]) == (expected.before, expected.after)
     written = tmp_path / "run/new-new_ward.safetensors"
     assert shown["file"] == str(written)
     from safetensors import safe_open

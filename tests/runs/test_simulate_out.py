@@ -179,3 +179,22 @@ def test_every_argument_is_in_the_configuration(tmp_path: Path) -> None:
     robust = {"name": "median", "attack": "scale", "attack_fraction": 0.3, "attack_strength": 4.0}
     assert values["robust"] | robust == values["robust"]
     assert to_toml(load_config(str(tmp_path / "run/config.toml"))) == text
+
+
+def mine(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+def test_losses_and_metrics_are_named_where_they_have_a_name(tmp_path: Path) -> None:
+    data, out = small.federation(), tmp_path / "run"
+    simulate(small.mlp(), data, FedAvg(tau=1), 1, loss=mine, metrics=["top5", "accuracy"], out=out)
+    values = tomllib.loads((out / "config.toml").read_text())
+    assert values["task"] == {"loss": f"{__name__}:mine", "metrics": ["top5", "accuracy"]}
+    other = tmp_path / "lambda"
+    simulate(small.mlp(), data, FedAvg(tau=1), 1, loss=lambda outputs, targets: 2 * mine(outputs, targets), out=other)
+    assert tomllib.loads((other / "config.toml").read_text())["task"]["loss"].endswith("(given in Python)")
+    run = load_run(other, model=small.mlp())
+    assert run.global_model()(data.x[:2]).shape == (2, 3)
+    with pytest.raises(TDPFedError, match="function") as error:
+        run.personalize(data.x[:20], data.y[:20])
+    assert error.value.field == "task"

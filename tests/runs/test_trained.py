@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def test_the_figure_shows_the_recorded_curves(run: tuple[TrainedRun, Result]) ->
     curves = {str(line.get_label()): line for line in left.get_lines()}
     assert set(curves) == {"personalized", "local", "global"}
     accuracies = [record.personalized_accuracy or 0 for record in result.records]
-    assert list(curves["personalized"].get_ydata()) == pytest.approx([100 * one for one in accuracies])  # type: ignore[arg-type]
+    assert list(curves["personalized"].get_ydata()) == pytest.approx(accuracies)  # type: ignore[arg-type]
     sent = [record.uplink_bytes / 1e6 for record in result.records]
     assert list(right.get_lines()[0].get_xdata()) == pytest.approx(sent)  # type: ignore[arg-type]
 
@@ -183,3 +184,55 @@ def test_bad_folders_are_refused(tmp_path: Path, run: tuple[TrainedRun, Result])
         file.unlink()
     with pytest.raises(TDPFedError, match="no checkpoint"):
         _ = load_run(tmp_path / "run").snapshot
+
+
+def test_models_of_several_inputs_take_them_raw_by_name(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(6, (60, 4), generator=generator)
+    ages = 40 + 20 * torch.rand(60, 2, generator=generator)
+    data = Federation.from_tensors({"words": words, "ages": ages}, torch.arange(60) % 3, torch.arange(60) % 3)
+    simulate(Both(), data, FedAvg(tau=1), 1, out=tmp_path / "run")
+    run = load_run(tmp_path / "run", model=Both())
+    model = run.personalized("1")
+    order = data.inputs.pack({"words": words, "ages": ages})
+    rows = data.normalization.apply(order)
+    inner = data.inputs.unpack(rows)
+    assert isinstance(inner, dict)
+    assert torch.equal(model(words=words, ages=ages), model.model(**inner))
+    assert torch.equal(model(words, ages), model.model(**inner))
+    made = run.personalize({"words": words[:20], "ages": ages[:20]}, torch.arange(20) % 3, rounds=1)
+    assert made.model(words=words, ages=ages).shape == (60, 3)
+    for bad in ({"words": words[:20]}, ages[:20], {"words": words[:20], "ages": ages[:20, :1]}):
+        with pytest.raises(TDPFedError) as error:
+            run.personalize(bad, torch.arange(20) % 3)
+        assert error.value.field == "x"
+    file = run.export(tmp_path / "both.onnx", client="1", format="onnx")
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (outputs,) = session.run(None, {"words": words.numpy(), "ages": ages.numpy()})
+    assert torch.allclose(torch.from_numpy(outputs), model(words=words, ages=ages), atol=1e-5)
+
+
+def test_a_run_with_another_metric_shows_that_one(tmp_path: Path) -> None:
+    x, _, owners = raw_data()
+    target = x.flatten(1)[:, :1] / 50
+    data = Federation.from_tensors(x, target, owners)
+    simulate("dnn", data, FedAvg(tau=2, eta=0.01), 2, out=tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    assert run.plot().axes[0].get_ylabel() == "mse"
+    assert "metrics.r2.personalized" in run.metrics().columns
+    assert list(run.clients()["mse"]) == list(run.records[-1].main.clients)
+    made = run.personalize(x[:40], target[:40], rounds=1)
+    assert made.metric == "mse"
+    assert made.before is not None
+
+
+class Both(nn.Module):
+    """Tokens and numbers, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(torch.cat([self.embed(words).mean(1), ages], 1))
+        return outputs

@@ -15,7 +15,7 @@ from rich.table import Table
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.report import table as tables
 from tdpfed.runs.grid import Cell, CellResult
-from tdpfed.runs.progress import Pace, percent, say
+from tdpfed.runs.progress import Pace, percent, quality, say
 from tdpfed.runs.session import Session
 
 COLUMNS = {
@@ -48,8 +48,7 @@ class GridProgress:
         """Show the progress of a run."""
         rounds, name = session.simulation.round, session.folder.path.name
         step, self.rounds[name] = rounds - self.rounds.get(name, 0), rounds
-        accuracy = session.records[-1].personalized_accuracy if session.records else None
-        state = f"accuracy {percent(accuracy)}"
+        state = quality(session.records[-1] if session.records else None)
         self.bar.update(self.now, advance=step, state=state)
         self.bar.update(self.all, advance=step)
         self.done += step

@@ -74,13 +74,13 @@ def personalize(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Train a model for a client that was not in training, and show its accuracy before and after.
+    """Train a model for a client that was not in training, and show how good it is before and after.
 
     It starts from the server's model and takes rounds of the method's local work; nothing is uploaded.
     """
     from tdpfed.data import load
     from tdpfed.runs.export import FORMATS, check_format, metadata, write_model
-    from tdpfed.runs.progress import percent
+    from tdpfed.runs.progress import shown
     from tdpfed.runs.trained import load_run
 
     if Path(data).suffix not in (".npz", ".parquet"):
@@ -103,17 +103,17 @@ def personalize(
     file = out or _file(run, client, format_, None, "new")
     about = metadata(found.settings, found.card, found.round, client)
     write_model(made.model, file, about, format_)  # type: ignore[arg-type]
-    shown = {
-        "client": client, "start": made.start, "accuracy_before": made.before, "accuracy_after": made.after,
+    values = {
+        "client": client, "start": made.start, "metric": made.metric, "before": made.before, "after": made.after,
         "train_samples": made.train_samples, "test_samples": made.test_samples, "rounds": made.rounds,
         "file": str(file),
     }  # fmt: skip
     if json_:
-        print_json(shown)
+        print_json(values)
         return
     table = Table(title=f"{found.settings.method.name} for {client}", show_header=False)
-    table.add_row("accuracy before", f"{percent(made.before)} ({made.start} model)")
-    table.add_row("accuracy after", f"{percent(made.after)} ({made.rounds} rounds)")
+    table.add_row(f"{made.metric} before", f"{shown(made.before, made.metric)} ({made.start} model)")
+    table.add_row(f"{made.metric} after", f"{shown(made.after, made.metric)} ({made.rounds} rounds)")
     table.add_row("samples", f"{made.train_samples} to train, {made.test_samples} held out")
     table.add_row("model", str(file))
     Console().print(table)

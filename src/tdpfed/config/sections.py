@@ -64,7 +64,9 @@ class Run(Section):
     precision: Precision = setting(
         "float32", "of matrix products; tf32: 10-bit mantissa on a GPU, bf16: 7-bit mantissa in the model's layers"
     )
-    loggers: tuple[Literal["tensorboard", "mlflow"], ...] = setting((), "additional destinations of the records")
+    loggers: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = setting(
+        (), "additional destinations of the records"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

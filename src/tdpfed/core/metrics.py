@@ -76,6 +76,11 @@ def _binary(outputs: Tensor, targets: Tensor) -> bool:
     return outputs[0].numel() == targets[0].numel()
 
 
+def in_percent(name: str) -> bool:
+    """Whether the metric of this name is a share that people give in percent."""
+    return re.fullmatch(r"accuracy|top\d+", name) is not None
+
+
 def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
     def values(outputs: Tensor, targets: Tensor) -> Tensor:
         best = outputs.topk(min(k, outputs.shape[-1]), -1).indices

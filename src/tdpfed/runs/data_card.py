@@ -36,6 +36,7 @@ class DataCard:
     normalization: Normalization
     targets: Kind = "classes"
     parts: tuple[Part, ...] = ()  # what a sample holds, if a model takes several tensors
+    tokens: bool = False  # whether inputs are token ids, which are not normalized
     class_counts: tuple[tuple[int, ...], ...] = ()  # (K, classes) samples of each class; empty if not counted
 
     @classmethod
@@ -55,6 +56,7 @@ class DataCard:
             class_counts=() if counts is None else tuple(map(tuple, counts.tolist())),
             targets=federation.targets,
             parts=federation.parts,
+            tokens=not federation.x.is_floating_point(),
         )
 
     @property

@@ -1,11 +1,12 @@
 """The configuration of a run that was started from Python: what its folder says, like that of the command line.
 
 What can be named is named: methods by name or ``module:Class``, models by name or ``module:factory``, data by the
-arguments of :func:`tdpfed.make_federation`. A model, federation, loss or metric that was given as an object has no such
-name; its entry then ends in :data:`IN_PYTHON`, and only Python, which has the object, can resume the run.
+arguments of :func:`tdpfed.make_federation`, losses and metrics by name or ``module:function``. A model or federation
+that was given as an object has no such name, nor has a lambda; its entry then ends in :data:`IN_PYTHON`, and only
+Python, which has the object, can resume the run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import nn
 from tdpfed.algorithms import ALGORITHMS, Algorithm, Best
 from tdpfed.config.sections import Config, Data, Engine, Evaluation, Model, Privacy, Robust, Run
 from tdpfed.core.losses import LossFunction
-from tdpfed.core.metrics import Function, Metric
+from tdpfed.core.metrics import Function, Metric, named
 from tdpfed.core.recipe import Optimizer
 from tdpfed.core.setting import plain
-from tdpfed.core.tasks import TaskSettings
+from tdpfed.core.tasks import LOSSES, TaskSettings, load
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
@@ -25,7 +26,7 @@ from tdpfed.engine.store import Place
 from tdpfed.errors import TDPFedError
 
 IN_PYTHON = " (given in Python)"
-"""The end of the name of a model or of data that only the Python program has."""
+"""The end of the name of a model, of data or of a function that only the Python program has."""
 
 
 def described(
@@ -56,6 +57,7 @@ def described(
             seed=simulation.seed,
             evaluate_every=evaluate_every,
             evaluate_clients=evaluate_clients,
+            train_loss=train_loss,
             diagnostics_every=0 if diagnostics is None else diagnostics.every,
             device="cuda" if simulation.federation.device.type == "cuda" else "cpu",
             runner=simulation.runner.kind,
@@ -63,11 +65,10 @@ def described(
             chunk="auto" if chunk is None else chunk,
             precision=simulation.runner.precision,
             loggers=tuple(loggers),  # type: ignore[arg-type]  # checked by the section
-            train_loss=train_loss,
         ),
         data=_data(simulation.federation, validation),
         model=Model(name=model if isinstance(model, str) else f"{type(model).__name__}{IN_PYTHON}"),
-        task=TaskSettings(loss=_named(loss), metrics=tuple(_named(metric) for metric in metrics)),
+        task=TaskSettings(loss=_named(loss), metrics=tuple(map(_named, metrics))),
         method_name=name_of(type(method)),
         method=method,
         optimizer=optimizer,
@@ -83,8 +84,8 @@ def described(
 
 def check_named(config: Config) -> None:
     """Refuse a configuration whose model or data only a Python program has."""
-    names = [("model.name", config.model.name), ("data.name", config.data.name), ("task.loss", config.task.loss)]
-    for field, name in (*names, *(("task.metrics", metric) for metric in config.task.metrics)):
+    tasks = (("task.loss", config.task.loss), *(("task.metrics", name) for name in config.task.metrics))
+    for field, name in (("model.name", config.model.name), ("data.name", config.data.name), *tasks):
         if name.endswith(IN_PYTHON):
             what = name.removesuffix(IN_PYTHON)
             raise TDPFedError(
@@ -94,17 +95,26 @@ def check_named(config: Config) -> None:
             )  # fmt: skip
 
 
-def _named(given: str | Metric | Callable[..., Any]) -> str:
-    """Return the name of a loss or metric; of one that is given as a function, that only the program has it."""
-    if isinstance(given, str):
-        return given
-    name = given.name if isinstance(given, Metric) else getattr(given, "__name__", type(given).__name__)
-    return f"{name}{IN_PYTHON}"
-
-
 def name_of(method: type[Algorithm]) -> str:
     """Return the name by which a configuration finds a method."""
     return method.name if ALGORITHMS.get(method.name) is method else f"{method.__module__}:{method.__qualname__}"
+
+
+def _named(given: str | Metric | LossFunction | Function) -> str:
+    """Return the name by which a configuration finds a loss or metric, which may be a function."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Metric):
+        return given.name if named(given.name) == given else f"{given.name}{IN_PYTHON}"
+    built_in = next((one.name for one in LOSSES.values() if one.mean is given), None)
+    if built_in is not None:
+        return built_in
+    spec = f"{getattr(given, '__module__', '')}:{getattr(given, '__qualname__', type(given).__name__)}"
+    try:
+        found = load("task", spec)
+    except TDPFedError:
+        found = None
+    return spec if found is given else f"{spec.partition(':')[2]}{IN_PYTHON}"
 
 
 def _method(algorithm: Algorithm) -> tuple[Algorithm, Evaluation, float]:
@@ -117,11 +127,11 @@ def _method(algorithm: Algorithm) -> tuple[Algorithm, Evaluation, float]:
 
 def _data(federation: Federation, validation: float) -> Data:
     """Return the arguments of ``make_federation``; of data made otherwise, what is known about them."""
-    more = {
+    more: dict[str, Any] = {
         "normalize": federation.normalization.kind, "augment": federation.augment,
         "validation": federation.validation or validation,
     }  # fmt: skip
-    made: dict[str, Any] = {name: value for name, value in federation.settings.items() if value is not None}
+    made: dict[str, Any] = {name: value for name, value in (federation.settings or {}).items() if value is not None}
     if not made:
         name, clients = f"{federation.name}{IN_PYTHON}", federation.clients
         return Data(name=name, clients=clients, partition="natural", split="official", **more)

@@ -30,7 +30,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 FORMAT = "tdpfed-model 1"
 """The format of the metadata."""
 INPUT, OUTPUT = "x", "outputs"
-"""The names of an ONNX model's input ``(batch, *input_shape)`` and output."""
+"""The names of an ONNX model's input ``(batch, *input_shape)`` and output; several inputs have their own names, or
+are x0, x1, ..."""
 
 
 def check_format(format_: str) -> None:
@@ -53,6 +54,7 @@ def metadata(config: Config, card: DataCard, round_: int, client: str | None) ->
         "input_shape": list(card.input_shape),
         "classes": card.classes,
         "class_names": list(card.class_names),
+        "targets": card.targets,
         "normalization": card.normalization.as_dict(),
         "model": "global" if client is None else "personalized",
         **({} if client is None else {"client": client}),
@@ -77,12 +79,17 @@ def write_model(model: RawModel, file: Path, about: dict[str, str], format_: For
 
 def _as_onnx(model: RawModel, about: dict[str, str]) -> bytes:
     """Return the model as ONNX for any number of raw inputs."""
-    example = torch.zeros(2, *json.loads(about["input_shape"]))
+    parts, batch = model.inputs.parts, {0: torch.export.Dim("batch")}
+    shapes = [part.shape for part in parts] or [model.inputs.shape]
+    whole = [part.tokens for part in parts] or [model.tokens]
+    types = [torch.int64 if ids else torch.float32 for ids in whole]
+    examples = [torch.zeros(2, *shape, dtype=dtype) for shape, dtype in zip(shapes, types, strict=True)]
+    names = [part.name or f"{INPUT}{place}" for place, part in enumerate(parts)] or [INPUT]
     with _quiet():
         try:
             made = torch.onnx.export(
-                model, (example,), dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False,
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                model, tuple(examples), dynamo=True, input_names=names, output_names=[OUTPUT], verbose=False,
+                dynamic_shapes=(tuple(batch for _ in examples),),
             )  # fmt: skip
             assert made is not None
             proto = made.model_proto

@@ -1,8 +1,8 @@
-"""TensorBoard and MLflow loggers, enabled by ``run.loggers`` in addition to a run's own files.
+"""TensorBoard, MLflow and Weights & Biases loggers, enabled by ``run.loggers`` in addition to a run's own files.
 
 Each logs the configuration before the first record, the numbers of every record (step = round) and the summary. A
 logger that fails does not stop the run: it is reported once on standard error and disabled. A resumed run continues the
-same logs: TensorBoard discards later steps, MLflow keeps the first value of each step.
+same logs: TensorBoard discards later steps, MLflow keeps the first value of each step, and so does Weights & Biases.
 """
 
 import contextlib
@@ -10,9 +10,10 @@ import importlib.util
 import json
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
@@ -80,8 +81,7 @@ class Loggers:
 
     def _logger(self, name: str, first: int | None) -> Logger:
         if name not in self._made:
-            make = TensorBoard if name == "tensorboard" else MLflow
-            self._made[name] = make(self.config, self.folder, first)
+            self._made[name] = MADE[name](self.config, self.folder, first)
         return self._made[name]
 
     @contextlib.contextmanager
@@ -181,6 +181,54 @@ class MLflow:
         """Set the final status of the run."""
         self._client.set_tag(self._run, "status", status)
         self._client.set_terminated(self._run, MLFLOW_STATUS.get(status, "FINISHED"))
+
+
+class WandB:
+    """A run of Weights & Biases, as its own settings say: online, or with ``WANDB_MODE=offline`` in ``RUN/wandb``.
+
+    Its id is kept in ``RUN/wandb.json``, so that a resumed run continues it.
+    """
+
+    def __init__(self, config: Config, folder: Path, first: int | None) -> None:
+        del first  # logged steps are kept, and not logged again
+        import wandb
+
+        note = folder / "wandb.json"
+        noted = json.loads(read_file(note, follow=False)) if note.exists() else {"id": secrets.token_hex(4)}
+        make_folder(folder / "wandb")
+        offline = os.environ.get("WANDB_MODE", "") not in ("", "online", "shared")
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "tdpfed"), name=folder.resolve().name, id=noted["id"],
+            resume=None if offline else "allow", dir=folder, config=settings(config), reinit="create_new",
+            settings=wandb.Settings(console="off", quiet=True),
+        )  # fmt: skip
+        self._last = int(noted.get("step", -1))
+        self._note, self._id = note, noted["id"]
+        self._remember()
+
+    def _remember(self) -> None:
+        write_file(self._note, json.dumps({"id": self._id, "step": self._last}) + "\n", field="run.loggers")
+
+    def log(self, values: Values, step: int) -> None:
+        """Send metrics, each once per step; those of the summary belong to no step."""
+        last = {name: value for name, value in values.items() if name.startswith("summary/")}
+        if last:
+            self._run.summary.update(last)
+        elif step > self._last:
+            self._run.log(dict(values), step=step)
+            self._last = step
+            self._remember()
+
+    def close(self, status: str) -> None:
+        """Set the final status and close the run."""
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if MLFLOW_STATUS.get(status, "FINISHED") == "FINISHED" else 1)
+
+
+MADE: Mapping[str, Callable[[Config, Path, int | None], Logger]] = {
+    "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB,
+}  # fmt: skip
+"""The loggers by name, which is that of their package and of their extra."""
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

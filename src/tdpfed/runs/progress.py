@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from tdpfed.core.metrics import in_percent
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.records import Record
 
@@ -39,7 +40,7 @@ class Pace:
 
 @contextmanager
 def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
-    """Show round, accuracy, loss, megabytes sent and time left; yield a function to call after each round."""
+    """Show round, main metric, loss, megabytes sent and time left; yield a function to call after each round."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"), TimeRemainingColumn(),
@@ -50,13 +51,12 @@ def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iter
         task = bar.add_task(title, total=rounds, state="")
 
         def on_round(current: Simulation) -> None:
-            accuracy = records[-1].personalized_accuracy if records else None
             sent = (current.ledger.uplink + current.ledger.downlink) / 1e6
             loss = "-" if current.minibatch_loss is None else f"{current.minibatch_loss:.4f}"
             last = records[-1] if records else None
             private = last is not None and last.epsilon is not None
             spent = f"  epsilon {last.epsilon:.3f} at round {last.round}" if last and private else ""
-            state = f"accuracy {percent(accuracy)}  loss {loss}  {sent:,.1f} MB{spent}"
+            state = f"{quality(last)}  loss {loss}  {sent:,.1f} MB{spent}"
             bar.update(task, completed=current.round, state=state)
             if not console.is_terminal and (left := pace.left(current.round)):
                 say(f"round {current.round} of {rounds}  {state}  {left}")
@@ -79,6 +79,19 @@ def say_stopping() -> None:
 def say(line: str) -> None:
     """Print a line on standard error at once, so that it is in a log file when it is looked at."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def quality(record: Record | None) -> str:
+    """Return the main metric of the personalized models in a record."""
+    name, value = (record.main.name, record.main.personalized) if record is not None else ("accuracy", None)
+    return f"{name} {shown(value, name)}"
+
+
+def shown(value: float | None, metric: str) -> str:
+    """Return the value of a metric: accuracies in percent."""
+    if value is None or in_percent(metric):
+        return percent(value)
+    return f"{value:.4g}"
 
 
 def percent(fraction: float | None) -> str:

@@ -1,31 +1,49 @@
 """A trained model that takes raw inputs: the normalization of its training data is its first step."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
+from tdpfed.core.inputs import Inputs
 from tdpfed.data.normalization import Normalization
 
 
 class RawModel(nn.Module):
     """A model behind the normalization that it was trained with; a copy of its own, in evaluation mode.
 
-    ``forward`` maps raw inputs ``(B, *input_shape)`` to the model's outputs, with the same bits as in training.
+    ``forward`` maps raw inputs ``(B, *input_shape)`` to the model's outputs, with the same bits as in training. If the
+    model takes several tensors, they are given as to the model itself, by position or by name.
     """
 
     mean: Tensor
     scale: Tensor
 
-    def __init__(self, model: nn.Module, normalization: Normalization) -> None:
+    def __init__(self, model: nn.Module, normalization: Normalization, inputs: Inputs, *, tokens: bool) -> None:
         super().__init__()
-        self.model, self.normalizes = model, normalization.changes
-        self.dtype = next(model.parameters()).dtype
+        self.model, self.inputs, self.tokens = model, inputs, tokens
+        self.normalizes, self.dtype = normalization.changes, next(model.parameters()).dtype
         self.register_buffer("mean", normalization.mean, persistent=False)
         self.register_buffer("scale", normalization.scale, persistent=False)
         self.eval()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *values: Tensor, **named: Tensor) -> Tensor:
         """Return the outputs for raw inputs; with classes, the scores of each class."""
-        x = x.to(self.mean.dtype)
-        if self.normalizes:
-            x = (x - self.mean) / self.scale
-        outputs: Tensor = self.model(x.to(self.dtype))
+        parts, places = self.inputs.parts, self.inputs.places
+        if not parts:
+            (x,) = values
+            outputs: Tensor = self.model(x.long() if self.tokens else self._normalized(x, self.mean, self.scale))
+            return outputs
+        given = [*values, *(named[part.name] for part in parts[len(values) :])]
+        made: list[Any] = []
+        for part, place, x in zip(parts, places, given, strict=True):
+            mean, scale = (row[:, place].reshape(1, *part.shape) for row in (self.mean, self.scale))
+            made.append(x.long() if part.tokens else self._normalized(x, mean, scale))
+        if parts[0].name:
+            outputs = self.model(**dict(zip((part.name for part in parts), made, strict=True)))
+        else:
+            outputs = self.model(*made)
         return outputs
+
+    def _normalized(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        x = x.to(mean.dtype)
+        return ((x - mean) / scale if self.normalizes else x).to(self.dtype)

@@ -8,13 +8,13 @@ import copy
 import importlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
@@ -22,7 +22,8 @@ from tdpfed.config import Config, parse_config
 from tdpfed.config.loading import parse_toml
 from tdpfed.core.objective import Objective
 from tdpfed.core.state import own_entries
-from tdpfed.data.federation import unknown_client
+from tdpfed.core.tasks import Task
+from tdpfed.data.federation import Values, unknown_client
 from tdpfed.errors import TDPFedError
 from tdpfed.files import read_file
 from tdpfed.models import from_spec
@@ -32,10 +33,11 @@ from tdpfed.runs.data_card import DataCard
 from tdpfed.runs.described import IN_PYTHON
 from tdpfed.runs.export import Format, check_format, metadata, write_model
 from tdpfed.runs.folder import CONFIG, METRICS, SUMMARY, RunFolder
-from tdpfed.runs.newcomer import ROUNDS, Personalized, personalize
+from tdpfed.runs.newcomer import ROUNDS, Personalized, Raw, personalize
 from tdpfed.runs.raw_model import RawModel
 from tdpfed.runs.seals import is_sealed, lines_of
 from tdpfed.runs.snapshot import check_layout
+from tdpfed.server.records import Record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,7 +129,7 @@ class TrainedRun:
         """Return the model with parameters ``(P,)``, behind the normalization of the run's data."""
         model = copy.deepcopy(self.objective.model).to(theta.dtype)
         model.load_state_dict(self.objective.state_dict(theta))
-        return RawModel(model, self.card.normalization)
+        return RawModel(model, self.card.normalization, self.card.inputs, tokens=self.card.tokens)
 
     def export(self, file: Path | str, *, client: str | None = None, format: Format = "safetensors") -> Path:  # noqa: A002
         """Write a client's personalized model, or the global one, into a file: safetensors or ONNX."""
@@ -138,19 +140,19 @@ class TrainedRun:
 
     def personalize(
         self,
-        x: Tensor | NDArray[Any],
-        y: Tensor | NDArray[Any],
+        x: Raw,
+        y: Values,
         *,
         rounds: int = ROUNDS,
-        test_mask: Tensor | NDArray[Any] | None = None,
+        test_mask: Values | None = None,
         test_fraction: float = 0.25,
         seed: int | None = None,
         **hyper: Any,
     ) -> Personalized:
-        """Return a model for a client that was not in training, from its raw samples, and its accuracy.
+        """Return a model for a client that was not in training, from its raw samples, and how good it is.
 
         The client takes ``rounds`` rounds of the method's local work from the server's model, and uploads nothing.
-        Samples of ``test_mask``, or a random ``test_fraction``, are held out to measure the accuracy. ``hyper`` are
+        Samples of ``test_mask``, or a random ``test_fraction``, are held out to measure the main metric. ``hyper`` are
         hyper-parameters of the method that differ from the run's, such as ``tau=50``; ``seed`` is the run's by default.
         """
         return personalize(
@@ -160,47 +162,48 @@ class TrainedRun:
     # -- records
 
     @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        """The records as plain values, one for each evaluated round; damaged lines are left out."""
+    def records(self) -> list[Record]:
+        """The records, one for each evaluated round; damaged lines are left out."""
         found = []
         try:
             text = read_file(self.path / METRICS).decode("utf-8", "replace")
         except OSError as error:
             raise TDPFedError(f"cannot read {str(self.path / METRICS)!r} ({error.strerror})", field=FIELD) from None
         for _, line in lines_of(text):
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(values, dict) and is_sealed(line) is not False:
-                found.append({name: value for name, value in values.items() if name not in ("previous", "sha256")})
+            with suppress(ValueError, TypeError, RecursionError):
+                record = Record.from_dict(json.loads(line))
+                found += [] if is_sealed(line) is False else [record]
         return found
 
     def metrics(self) -> "DataFrame":
         """Return the records as a DataFrame of pandas: a row for each evaluated round, a column for each number."""
         pandas = _package("pandas", "pandas")
-        rows = [dict(_scalars(record)) for record in self.records]
+        rows = [dict(_scalars(record.as_dict())) for record in self.records]
         return pandas.DataFrame(rows).set_index("round") if rows else pandas.DataFrame()
 
     def clients(self) -> "DataFrame":
-        """Return a DataFrame with a row for each client, by id: its numbers of samples and its latest accuracy."""
+        """Return a DataFrame with a row for each client, by id: its numbers of samples and its main metric.
+
+        It is that of the personalized models after the last evaluated round.
+        """
         pandas, card = _package("pandas", "pandas"), self.card
-        latest = self.records[-1]["client_accuracy"] if self.records else [None] * len(card.ids)
-        columns = {"train_samples": card.train_size, "test_samples": card.test_size, "accuracy": latest}
+        columns: dict[str, Any] = {"train_samples": card.train_size, "test_samples": card.test_size}
+        if self.records:
+            columns[self.records[-1].main.name] = self.records[-1].main.clients
         return pandas.DataFrame(columns, index=pandas.Index(card.ids, name="client"))
 
     def plot(self) -> "Figure":
-        """Return a figure of matplotlib: the accuracies over the rounds, and over the megabytes uploaded."""
+        """Return a figure of matplotlib: the main metric over the rounds, and over the megabytes uploaded."""
         pyplot = _package("matplotlib.pyplot", "'tdpfed[report]'")
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
         pyplot.close(figure)  # returned, and not shown a second time by a notebook
-        for name in ("personalized", "local", "global"):
-            known = [one for one in self.records if one.get(f"{name}_accuracy") is not None]
-            accuracy = [100 * one[f"{name}_accuracy"] for one in known]
+        for name, field in (("personalized", "personalized"), ("local", "local"), ("global", "common")):
+            known = [(one, value) for one in self.records if (value := getattr(one.main, field)) is not None]
             if known:
-                left.plot([one["round"] for one in known], accuracy, marker=".", label=name)
-                right.plot([one["uplink_bytes"] / 1e6 for one in known], accuracy, marker=".", label=name)
-        left.set(xlabel="communication round", ylabel="accuracy, %")
+                values = [value for _, value in known]
+                left.plot([one.round for one, _ in known], values, marker=".", label=name)
+                right.plot([one.uplink_bytes / 1e6 for one, _ in known], values, marker=".", label=name)
+        left.set(xlabel="communication round", ylabel=self.records[-1].main.name if self.records else None)
         right.set(xlabel="uploaded megabytes, all clients")
         for axes in (left, right):
             axes.grid(alpha=0.3)
@@ -242,9 +245,13 @@ class TrainedRun:
             except TDPFedError as error:
                 where = "Python must find the module, for example in the working directory, or give load_run(model=...)"
                 raise error.at("model.name").noting(where) if ":" in name else error.at("model.name") from error
-        model.eval()
         model.load_state_dict(frozen.read(self.path), strict=False)
-        made = Objective.of(model)
+        task = self.settings.task
+        known = not any(name.endswith(IN_PYTHON) for name in (task.loss, *task.metrics))
+        made = Objective.of(
+            model, Task.of(task.loss, task.metrics, card.targets) if known else Task.of(kind=card.targets),
+            inputs=card.inputs,
+        )  # fmt: skip
         check_layout(self.snapshot, made.layout)
         return made
 
@@ -272,12 +279,12 @@ class TrainedRun:
         return self.ids.index(client)
 
 
-def _scalars(record: Mapping[str, Any], prefix: str = "") -> Any:
+def _scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the numbers of a record by name; those of nested tables are named ``table.name``."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}.")
-        elif not isinstance(value, list):
+        elif not isinstance(value, list | str):
             yield f"{prefix}{name}", value
 
 
