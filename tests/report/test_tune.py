@@ -61,7 +61,9 @@ def clients(path: Path, shift: int) -> str:
 def test_every_method_has_as_many_trials_with_the_same_seeds_and_held_out_samples() -> None:
     names, found, notes = dict.fromkeys(ALGORITHMS), list[Search](), list[str]()
     for model, some in (("dnn", names.keys() - LINEAR_ONLY), ("logistic", LINEAR_ONLY)):
-        more, notes = searches("digits", ",".join(some), 3, 2, [*TINY, f"model.name={model}", "run.seed=7"])
+        more, notes = searches(
+            "digits", ",".join(some), 3, 2, [*TINY, "data.max_samples=90", f"model.name={model}", "run.seed=7"]
+        )
         found += more
     assert {one.name for one in found} == names.keys()
     for one in found:
@@ -118,9 +120,7 @@ def test_declared_ranges_are_allowed_and_multiples_contain_the_own_value(name: s
 
 def test_whole_numbers_stay_whole() -> None:
     found = search(load_config("digits", [*TINY, LINEAR, "algorithm.name=hypcluster"]), 8, 1)
-    values = {trial.values["algorithm.clusters"] for trial in found.trials[1:]}
-    assert values <= {1, 2, 3, 4, 5}
-    assert len(values) > 2
+    assert {trial.values["algorithm.clusters"] for trial in found.trials[1:]} == {1, 2, 3, 4, 5}
 
 
 # The choice
@@ -257,13 +257,13 @@ def test_the_table_of_trials_has_every_value() -> None:
 
 def test_a_method_all_of_whose_trials_fail_is_left_out_and_said() -> None:
     given = [*FAST, "--algorithms", "fedavg,local", "--trials", "2", "--seeds", "1", "--out", "out"]
-    done = call(*given, "--set", "algorithms.local.eta=1e37", "--json")
+    done = call(*given, "--set", "algorithms.local.eta=1e37", "--set", "model.name=dnn", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert {name.partition("-")[0] for name in found["failed"]} == {"local"}
     assert all("local" in error or "diverge" in error for error in found["failed"].values())
     assert "# validation accuracy" in Path("out/tuned.toml").read_text()
-    assert load_config("out/tuned.toml", ["algorithm.name=local"]).algorithm["eta"] == 1e30  # as it was
+    assert load_config("out/tuned.toml", ["algorithm.name=local"]).algorithm["eta"] == 1e37  # as it was
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,8 @@ def search(config: Config, trials: int, seeds: int, data_root: Path | None = Non
     whole = {f"algorithm.{name}" for name, hint in hints_of(type(config.method)).items() if hint is int}
     tried: list[dict[str, Any]] = [{}]
     for point in _points(len(ranges), trials - 1) if ranges else ():
-        drawn = {key: _value(place, limits) for (key, limits), place in zip(ranges.items(), point, strict=True)}
-        tried.append({key: round(value) if key in whole else value for key, value in drawn.items()})
+        pairs = zip(ranges.items(), point, strict=True)
+        tried.append({key: _value(place, limits, key in whole) for (key, limits), place in pairs})
     made, label = [], file_name(config.method_name)
     for number, values in enumerate(tried):
         configs = [_seeded(changed(held_out, values), ahead) for ahead in range(AHEAD, AHEAD + seeds)]
@@ -249,15 +249,18 @@ def _is_log(limits: tuple[float, float]) -> bool:
     return 0 < 10 * limits[0] <= limits[1]
 
 
-def _value(place: float, limits: tuple[float, float]) -> float:
-    """Return the value at a place from 0 to 1 in a range, to three digits."""
+def _value(place: float, limits: tuple[float, float], whole: bool) -> float:
+    """Return the value at a place from 0 to 1 in a range: a whole number, or to three digits."""
     low, high = limits
-    value = low * (high / low) ** place if _is_log(limits) else low + place * (high - low)
-    return float(f"{value:.3g}")
+    if _is_log(limits):
+        value = low * (high / low) ** place
+    else:
+        value = low + place * (high - low) if not whole else low - 0.5 + place * (high - low + 1)
+    return round(value) if whole else float(f"{value:.3g}")
 
 
 def _place(value: float, limits: tuple[float, float]) -> float:
-    """Return where in a range a value is; inverts :func:`_value`."""
+    """Return where in a range a value is, from 0 to 1; beyond them outside of it."""
     low, high = limits
     if _is_log(limits):
         return math.log(value / low) / math.log(high / low) if value > 0 else 0.0
