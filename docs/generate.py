@@ -22,6 +22,9 @@ from tdpfed.cli import app
 from tdpfed.config.keys import section_keys
 from tdpfed.config.sections import ALGORITHM, SECTIONS
 
+SEARCHED, END = "<!-- Made by docs/generate.py: the keys that methods declare with search= -->\n", "<!-- end -->\n"
+"""Between these lines of ``tuning.md`` is the table of ranges that tuning searches."""
+
 MARK = "<!-- Everything below is made by docs/generate.py: change the code and run it again. -->\n"
 
 
@@ -51,6 +54,20 @@ def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
         yield f"\n## {path}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{_table('option', [*arguments, *rows])}"
 
 
+def searched() -> str:
+    """Return a table row for each method that declares ranges for tuning."""
+    lines = []
+    for name, method in ALGORITHMS.items():
+        found = {item.name: item.metadata.get("search") for item in method.hyper_parameters()}
+        ranges = ", ".join(f"`{key}` {low:g} to {high:g}" for key, (low, high) in _given(found))
+        lines += [f"| [{name}](algorithms/{name}.md) | {ranges} |\n"] if ranges else []
+    return "".join(lines)
+
+
+def _given(found: dict[str, Any]) -> list[tuple[str, tuple[float, float]]]:
+    return [(key, limits) for key, limits in found.items() if limits]
+
+
 def _keys(section: str, algorithm: str, which: slice = slice(None)) -> str:
     found = section_keys(section, algorithm, "`{}`")[which]
     return _table("key", [(key.name, key.allowed, key.default, key.meaning) for key in found])
@@ -72,6 +89,9 @@ def pages() -> dict[Path, str]:
     made |= {"python.md": reference()}
     paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
     texts = {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
+    tuning = Path(__file__).parent / "tuning.md"
+    before, mark, rest = tuning.read_text(encoding="utf-8").partition(SEARCHED)
+    texts[tuning] = before + mark + searched() + END + rest.partition(END)[2]
     root = Path(__file__).parents[1]
     sources = Sources(root)
     for path in figures.pages(root):

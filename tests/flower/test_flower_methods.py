@@ -14,7 +14,7 @@ import page_methods
 from own_methods import OWN, Halves
 from page_methods import METHODS
 from tdpfed.algorithms import ALGORITHMS
-from tdpfed.errors import QuorumError
+from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.node import Node, Side
 
 
@@ -136,3 +136,37 @@ def test_two_nodes_with_the_methods_of_the_docs_are_the_simulation(
         kept = case.state(client).upto(3)
         assert kept is not None
         assert torch.allclose(kept["theta"], case.simulation.private["theta"][client], atol=1e-6)
+
+
+SAMPLED = ("scaffold", "apfl", "fedrep", "pfedpara", "hypcluster")
+NEEDS_SAMPLES = ("dapper", "mocha")
+EVERY = [
+    pytest.param(name, marks=[] if name in SAMPLED else pytest.mark.slow)
+    for name, method in ALGORITHMS.items()
+    if method.communicates and name not in NEEDS_SAMPLES
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_method_is_the_simulation(name: str, tmp_path: Path) -> None:
+    case = Case(tmp_path, f"algorithm.name={name}", "algorithm.tau=2", "run.rounds=2")
+    summary, record = case.run(), case.simulation.record(0.0)
+    assert summary["uplink_bytes"] == case.simulation.ledger.uplink
+    assert summary["downlink_bytes"] == case.simulation.ledger.downlink
+    for accuracy in ("personalized_accuracy", "local_accuracy", "global_accuracy"):
+        expected = getattr(record, accuracy)
+        assert summary[accuracy] == (expected if expected is None else pytest.approx(expected)), accuracy
+    if case.simulation.global_model() is not None:
+        assert worst(tmp_path, case.simulation) <= 1e-6
+    for client in range(NODES):
+        kept = case.state(client).upto(2)
+        assert kept is not None
+        for entry, value in case.simulation.private.items():
+            assert torch.allclose(kept[entry], value[client], atol=1e-5), entry
+
+
+@pytest.mark.parametrize("name", NEEDS_SAMPLES)
+def test_a_method_that_needs_samples_a_node_has_not_is_refused(name: str, tmp_path: Path) -> None:
+    case = Case(tmp_path, f"algorithm.name={name}", "run.rounds=1", "model.name=logistic")
+    with pytest.raises(TDPFedError, match=f"^algorithm.name: '{name}' given, must be another"):
+        case.run()

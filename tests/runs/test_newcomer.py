@@ -99,7 +99,9 @@ def test_a_shared_body_gets_a_head_of_the_newcomer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"mocha", "dapper"}))
 def test_every_method_serves_a_newcomer_or_says_why_not(name: str, tmp_path: Path) -> None:
-    ranks: dict[str, Any] = {"rank": 2} if name in ("fedpara", "pfedpara") else {}  # the layers are too small for the default
+    ranks: dict[str, Any] = (
+        {"rank": 2} if name in ("fedpara", "pfedpara") else {}
+    )  # the layers are too small for the default
     simulate("dnn", federation(), ALGORITHMS[name](tau=1, **ranks), 1, out=tmp_path / "run")
     run = load_run(tmp_path / "run")
     made = run.personalize(*samples(9), rounds=1)
