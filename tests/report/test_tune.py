@@ -119,11 +119,7 @@ def test_declared_ranges_are_allowed_and_multiples_contain_the_own_value(name: s
 
 
 def test_whole_numbers_stay_whole() -> None:
-<<<<<<< HEAD
-    found = search(load_config("digits", [*TINY, LINEAR, "algorithm.name=hypcluster"]), 8, 1)
-=======
     found = search(load_config("digits", [*TINY, LINEAR, "algorithm.name=hypcluster"]), 12, 1)
->>>>>>> tune
     assert {trial.values["algorithm.clusters"] for trial in found.trials[1:]} == {1, 2, 3, 4, 5}
 
 

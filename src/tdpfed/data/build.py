@@ -17,9 +17,6 @@ from tdpfed.errors import TDPFedError, unknown, wrong
 Partition = Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"]
 Split = Literal["client", "official", "time"]
 PARTITIONS, SPLITS = get_args(Partition), get_args(Split)
-OF_ALPHA = ("dirichlet", "dirichlet-balanced")
-OF_PER_CLIENT = ("classes", "classes-in-turn", "classes-in-blocks")
-"""The partitions to which these settings apply."""
 
 
 def make_federation(
