@@ -43,12 +43,12 @@ def work(method: Any, layout: Layout) -> float:
     tau, weights = method.tau, sum(math.prod(shape) for shape in layout.shapes if len(shape) > 1)
 
     def choices(models: int) -> float:
-        return FORWARD * models * method.choice_batches
+        return float(FORWARD * models * method.choice_batches)
 
     def hadamard() -> float:
         """Composing takes a product for each of two groups of factors, their gradients two more."""
         ranks = [(math.prod(s), r) for s, r in zip(layout.shapes, method.hadamard.ranks, strict=True) if r]
-        return tau * (1 + sum(2 * size * rank * 2 * 3 for size, rank in ranks) / (3 * 2 * BATCH * weights))
+        return float(tau * (1 + sum(2 * size * rank * 2 * 3 for size, rank in ranks) / (3 * 2 * BATCH * weights)))
 
     counts: dict[str, Callable[[], float]] = {
         "pfedme": lambda: tau * method.s,
@@ -68,7 +68,7 @@ def work(method: Any, layout: Layout) -> float:
         "mapper": lambda: tau * (1 + sum(lam > 0 for lam in method.mixes)) + choices(len(method.mixes)),
         "mocha": lambda: tau * (2 + BATCH / CLASSES) / 2,
     }
-    return float(counts.get(method.name, lambda: tau)())
+    return float(counts[method.name]() if method.name in counts else tau)
 
 
 def simulation(method: Algorithm, model: str) -> Simulation:

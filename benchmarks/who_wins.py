@@ -55,7 +55,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        return self.method + self.group.get("suffix", "")
+        return f"{self.method}{self.group.get('suffix', '')}"
 
 
 def tuned_file(out: Path, setting: str, group: Mapping[str, Any]) -> Path:
@@ -252,7 +252,8 @@ def criteria(finished: Mapping[str, Mapping[str, Row]]) -> list[str]:
 
 def _samples(group: Group) -> float:
     card = json.loads((group.runs[0].path / FEDERATION).read_text(encoding="utf-8"))
-    return statistics.mean(a + b for a, b in zip(card["train_size"], card["test_size"], strict=True))
+    sizes = [int(a) + int(b) for a, b in zip(card["train_size"], card["test_size"], strict=True)]
+    return statistics.mean(sizes)
 
 
 def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Row]], out: Path, command: str) -> list[str]:

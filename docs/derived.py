@@ -167,7 +167,8 @@ def updates_glance(sources: Sources, *only: str) -> str:
 def updates_sizes(sources: Sources, model: str = "dnn", size: str = "28", channels: str = "1") -> str:
     """Return the table of message sizes for a model, by terms."""
     from tdpfed.algorithms import FedAvg
-    from tdpfed.core.objective import Objective, cross_entropy
+    from tdpfed.core.losses import cross_entropy
+    from tdpfed.core.objective import Objective
     from tdpfed.models import build
     from tdpfed.wire import Wire
     from tdpfed.wire.channel import Channel

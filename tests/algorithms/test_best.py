@@ -65,8 +65,8 @@ def test_what_travels_is_the_methods(name: str) -> None:
     assert all(torch.equal(value, alone.server[entry]) for entry, value in made.server.items())
     assert all(torch.equal(value, made.private[f"method.{entry}"]) for entry, value in alone.private.items())
     one, other = made.record(0.0), alone.record(0.0)
-    assert (one.local_accuracy, one.global_accuracy, one.loss) == (
-        other.local_accuracy, other.global_accuracy, other.loss,
+    assert (one.local_accuracy, one.global_accuracy, one.minibatch_loss) == (
+        other.local_accuracy, other.global_accuracy, other.minibatch_loss,
     )  # fmt: skip
     assert other.client_choice is None
 

@@ -80,7 +80,7 @@ def equals_fedavg(algorithm: Algorithm, **options: Any) -> None:
         ours, fedavg = (small.train(a, 3, model=kind, **options) for a in (algorithm, FedAvg(**small.COMMON)))
         close(ours.global_model(), fedavg.server["w"])
         close(ours.personalized(), fedavg.personalized())
-        assert ours.train_loss == pytest.approx(fedavg.train_loss, rel=1e-9)
+        assert ours.minibatch_loss == pytest.approx(fedavg.minibatch_loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("rule", [Rule(), Rule("median"), Rule(clip=0.05)], ids=lambda rule: f"{rule.name} {rule.clip}")

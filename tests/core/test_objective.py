@@ -62,6 +62,7 @@ def test_a_gradient_leaves_no_trace_and_needs_no_mode(model: str) -> None:
 def test_per_sample(model: str) -> None:
     objective, theta, x, y = case(model)
     losses, correct = objective.per_sample(theta, (x, y))
+    assert correct is not None
     assert losses.shape == correct.shape == (3, 5)
     for k in range(3):
         outputs = objective.outputs(theta[k], x[k])
@@ -70,6 +71,7 @@ def test_per_sample(model: str) -> None:
         assert torch.equal(correct[k], outputs.argmax(1) == y[k])
         alone = objective.per_sample(theta[k], (x[k], y[k]))
         torch.testing.assert_close(alone[0], losses[k])
+        assert alone[1] is not None
         assert torch.equal(alone[1], correct[k])
     assert correct.any()
     assert not correct.all()

@@ -1,12 +1,13 @@
 """Scores: ragged and empty test sets, pooled as sum over sum, in pieces of any size."""
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import small
+from tdpfed.core import metrics
 from tdpfed.core.objective import Objective
 from tdpfed.data import Federation
 from tdpfed.engine import evaluate
@@ -23,9 +24,14 @@ def case(tests: list[int] = TESTS) -> tuple[Objective, Tensor, Federation]:
     x = torch.randn(len(owner), *small.SHAPE, generator=generator)
     y = torch.randint(small.CLASSES, (len(owner),), generator=generator)
     data = Federation.from_tensors(x, y, owner, test_mask=mask, classes=small.CLASSES, dtype=torch.float64)
-    objective = Objective.of(small.mlp())
+    objective = Objective.of(small.mlp().double())
     theta = torch.randn(len(tests), objective.layout.size, dtype=torch.float64, generator=generator)
     return objective, theta, data
+
+
+def correct(score: evaluate.Score) -> Tensor:
+    """Return how many samples of each client are predicted correctly, ``(K,)``."""
+    return score.sums["accuracy"][:, 0]
 
 
 def by_hand(objective: Objective, theta: Tensor, data: Federation, k: int) -> tuple[int, float]:
@@ -45,10 +51,10 @@ def test_scores_by_hand_in_pieces_of_any_size(kind: str, at_once: int) -> None:
         score = evaluate.score_one(objective, theta[2], data, at_once)
         expected = [by_hand(objective, theta[2], data, k) for k in range(5)]
     assert score.count.tolist() == TESTS
-    assert score.correct.tolist() == [correct for correct, _ in expected]
+    assert correct(score).tolist() == [right for right, _ in expected]
     assert score.loss.tolist() == pytest.approx([loss for _, loss in expected], rel=1e-12)
-    assert 0 < sum(score.correct.tolist()) < 11
-    assert score.accuracy == sum(correct for correct, _ in expected) / 11
+    assert 0 < sum(correct(score).tolist()) < 11
+    assert score.accuracy == sum(right for right, _ in expected) / 11
     assert score.mean_loss == pytest.approx(sum(loss for _, loss in expected) / 11, rel=1e-12)
     accuracies = score.per_client()
     assert accuracies[0] == expected[0][0] / 3
@@ -60,7 +66,7 @@ def test_some_clients_in_any_order() -> None:
     chosen = torch.tensor([4, 2, 0])
     score = evaluate.score_each(objective, theta[chosen], data, chosen)
     assert score.count.tolist() == [0, 7, 3]
-    assert score.correct.tolist() == [by_hand(objective, theta[k], data, k)[0] for k in (4, 2, 0)]
+    assert correct(score).tolist() == [by_hand(objective, theta[k], data, k)[0] for k in (4, 2, 0)]
 
 
 def test_without_test_samples_there_is_no_accuracy() -> None:
@@ -74,16 +80,17 @@ def test_without_test_samples_there_is_no_accuracy() -> None:
 
 def test_memory_is_bounded_by_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    inner = Objective.per_sample
+    inner = metrics.correct
 
-    def spy(self: Objective, theta: Tensor, batch: Any) -> Any:
-        seen.append(batch[1].numel())
-        return inner(self, theta, batch)
+    def spy(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(outputs))
+        return inner(outputs, targets)
 
-    monkeypatch.setattr(Objective, "per_sample", spy)
+    spied = replace(metrics.ACCURACY, values=spy)
     objective, theta, data = case()
+    objective = replace(objective, task=replace(objective.task, metrics=(spied,)))
     evaluate.score_each(objective, theta, data, torch.arange(5), at_once=10)
-    assert max(seen) <= 10
+    assert 1 < max(seen) <= 10
     seen.clear()
     evaluate.score_one(objective, theta[0], data, at_once=10)
     assert max(seen) <= 10
@@ -115,13 +122,12 @@ def test_a_score_does_not_depend_on_who_is_scored_with_it(kind: str) -> None:
     for company in ([4], [10, 2], [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9], [9, 8, 7, 6]):
         some = score(torch.tensor(company))
         assert torch.equal(some.loss, whole.loss[company])
-        assert torch.equal(some.correct, whole.correct[company])
+        assert torch.equal(correct(some), correct(whole)[company])
     assert len(score(torch.arange(0)).loss) == 0
 
 
 def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     objective, _, data = case()
-    data = data.to("cpu", torch.float32)
     assert evaluate.samples_at_once(objective, data) == evaluate.SAMPLES_AT_ONCE
     monkeypatch.setattr(evaluate, "ACTIVATIONS_AT_ONCE", 3 * objective.activation_size(data.x[:2]))
     assert evaluate.samples_at_once(objective, data) == 3
@@ -131,10 +137,10 @@ def test_convolutions_are_scored_client_by_client_on_a_cpu_with_the_same_outcome
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = small.federation()
-    objective = Objective.of(small.convnet())
+    objective = Objective.of(small.convnet().double())
     theta = objective.initial() + torch.linspace(-0.1, 0.1, 5, dtype=torch.float64)[:, None]
     singly = evaluate.score_each(objective, theta, data, torch.arange(5))
     monkeypatch.setattr(Objective, "one_by_one", lambda self, theta: False)
     together = evaluate.score_each(objective, theta, data, torch.arange(5))
-    assert torch.equal(singly.correct, together.correct)
+    assert torch.equal(correct(singly), correct(together))
     torch.testing.assert_close(singly.loss, together.loss)

@@ -40,7 +40,7 @@ def test_a_record_by_hand() -> None:
     assert (record.participants, record.seconds, record.round, record.diagnostics) == (3, 1.5, 1, None)
     assert small.carries(record.uplink_bytes, 3, simulation.objective.layout.size)
     assert small.carries(record.downlink_bytes, 3, simulation.objective.layout.size)
-    assert record.loss == simulation.train_loss
+    assert record.minibatch_loss == simulation.minibatch_loss
 
 
 def test_only_honest_clients_accuracy_counts() -> None:

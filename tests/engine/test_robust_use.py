@@ -109,7 +109,7 @@ def test_models_that_cannot_be_simulated_are_told_in_words(model: Any, words: st
 
 def test_dropout_in_evaluation_mode_is_allowed() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(36, 3)).eval()
-    assert simulate(model, small.federation(), FedAvg(**FAST), 1).final.loss is not None
+    assert simulate(model, small.federation(), FedAvg(**FAST), 1).final.minibatch_loss is not None
 
 
 def test_inputs_that_carry_a_graph_are_cut_off() -> None:

@@ -42,7 +42,7 @@ def test_records_are_json_even_where_numbers_are_not() -> None:
         1, 2.0, 0.5, None, 0.5, math.inf, math.nan, [None, 1.0], 3, 4, 5, 6.0, {"drift": math.nan, "x": 1.0}
     )
     answer = json.loads(json.dumps(record.as_dict(), allow_nan=False))
-    assert (answer["personalized_loss"], answer["global_loss"], answer["loss"]) == (None, None, 2.0)
+    assert (answer["personalized_loss"], answer["global_loss"], answer["minibatch_loss"]) == (None, None, 2.0)
     assert answer["diagnostics"] == {"drift": None, "x": 1.0}
     assert answer["client_accuracy"] == [None, 1.0]
 
@@ -93,7 +93,7 @@ def test_clients_without_test_samples_are_trained_and_not_scored() -> None:
         data.x[train], data.y[train], owner, test_mask=torch.zeros(len(owner), dtype=torch.bool), dtype=torch.float64
     )
     final = simulate(small.mlp(), nobody, FedAvg(**FAST), 1).final
-    assert final.loss is not None
+    assert final.minibatch_loss is not None
     assert final.client_accuracy == [None] * 5
     assert (final.personalized_accuracy, final.local_accuracy, final.global_accuracy) == (None, None, None)
     some = Federation.from_tensors(

@@ -94,7 +94,7 @@ def test_losses_and_times_stay_finite(tmp_path: Path) -> None:
         text = (tmp_path / "run" / name).read_text()
         assert "Infinity" not in text
         assert "NaN" not in text
-    assert case.lines("metrics.jsonl")[0]["loss"] is not None
+    assert case.lines("metrics.jsonl")[0]["minibatch_loss"] is not None
     assert max(line["client_seconds"] for line in case.lines("rounds.jsonl")) <= 60
 
 

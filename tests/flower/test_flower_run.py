@@ -387,7 +387,7 @@ def test_metrics_are_bounded_and_never_stop_a_run(tmp_path: Path) -> None:
 
     summary = case.run(case.grid(tamper={0: lies}))
     assert summary["local_accuracy"] <= 1
-    assert summary["train_loss"] is not None
+    assert summary["minibatch_loss"] is not None
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def assert_same_course(left: Algorithm, right: Algorithm, participation: Partici
             assert a is not None
             assert b is not None
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
-    torch.testing.assert_close(runs[0].train_loss, runs[1].train_loss)
+    torch.testing.assert_close(runs[0].minibatch_loss, runs[1].minibatch_loss)
 
 
 def _last(run: Simulation) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -212,7 +212,7 @@ def test_a_round_in_which_all_are_lost_changes_nothing() -> None:
             empty += 1
             assert all(torch.equal(value, before[name]) for name, value in small.states(simulation).items())
             assert simulation.ledger.uplink == bytes_before
-            assert (record.loss, record.local_accuracy) == (None, None)
+            assert (record.minibatch_loss, record.local_accuracy) == (None, None)
             assert record.personalized_accuracy is not None
     assert 0 < empty < 12
     assert simulation.round == 12

@@ -84,7 +84,7 @@ def test_batched_equals_loop(name: str, kind: str, participation: Participation)
         run(name, kind=kind, runner=runner, participation=participation, exact=True) for runner in ("batched", "loop")
     ]
     small.assert_close(runs[0], runs[1], 1e-9)
-    assert runs[0].train_loss == pytest.approx(runs[1].train_loss, rel=1e-9)
+    assert runs[0].minibatch_loss == pytest.approx(runs[1].minibatch_loss, rel=1e-9)
     assert by_hand.moved(runs[0]) > 0.01
 
 

@@ -202,7 +202,7 @@ def test_a_long_run_learns_what_a_dense_one_learns(form: str) -> None:
     """With drop-outs, over rounds enough for errors to matter: finite, and nearly as good."""
     dense, own = (run(wire, 60, participation=Participation(dropout=0.3)) for wire in (Wire(), WIRES[form]))
     assert all(bool(value.isfinite().all()) for value in (*own.server.values(), *own.private.values()))
-    losses = [simulation.train_loss for simulation in (dense, own)]
+    losses = [simulation.minibatch_loss for simulation in (dense, own)]
     assert losses[0] is not None
     assert losses[1] is not None
     assert losses[1] < losses[0] + 0.15

@@ -66,7 +66,7 @@ class TestCoincide:
         prox, fedavg = pair(FedProx(**small.COMMON, mu=0.0), FedAvg(**small.COMMON), **options)
         close(prox.server["w"], fedavg.server["w"])
         close(prox.personalized(), fedavg.personalized())
-        assert prox.train_loss == pytest.approx(fedavg.train_loss, rel=1e-9)
+        assert prox.minibatch_loss == pytest.approx(fedavg.minibatch_loss, rel=1e-9)
 
     @pytest.mark.parametrize("lam", [0.0, 3.0])
     def test_the_shared_model_of_ditto_is_fedavgs(self, lam: float, options: Any) -> None:
@@ -86,7 +86,7 @@ class TestCoincide:
     def test_apfl_with_own_models_alone_is_training_alone(self, options: Any) -> None:
         apfl, alone = pair(APFL(**small.COMMON, alpha=1, adaptive=False), Local(**small.COMMON), **options)
         close(apfl.personalized(), alone.personalized())
-        assert apfl.train_loss == pytest.approx(alone.train_loss, rel=1e-9)
+        assert apfl.minibatch_loss == pytest.approx(alone.minibatch_loss, rel=1e-9)
 
     @pytest.mark.parametrize("method", [FedPer, LGFedAvg])
     def test_with_nothing_personal_they_are_fedavg(self, method: Any, options: Any) -> None:

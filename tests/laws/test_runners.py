@@ -33,7 +33,7 @@ def test_batched_equals_loop(name: str, model: str, participation: Participation
         for runner in ("batched", "loop")
     ]
     small.assert_close(runs[0], runs[1], 1e-9)
-    assert runs[0].train_loss == pytest.approx(runs[1].train_loss, rel=1e-9)
+    assert runs[0].minibatch_loss == pytest.approx(runs[1].minibatch_loss, rel=1e-9)
     start = small.train(small.variants()[name], 0, model=model)
     assert float((runs[0].private["theta"] - start.private["theta"]).norm()) > 0.01, "nothing was trained"
 

@@ -19,7 +19,7 @@ def record(round_: int, level: float = 0.9, *, clients: int = 10, up: int = 300_
     accuracy = level * (1 - math.exp(-round_ / 4))
     values: dict[str, Any] = {
         "round": round_,
-        "loss": 2 * math.exp(-round_ / 6) + 0.1,
+        "minibatch_loss": 2 * math.exp(-round_ / 6) + 0.1,
         "personalized_accuracy": accuracy,
         "local_accuracy": accuracy - 0.01,
         "global_accuracy": accuracy - 0.1,
@@ -51,7 +51,7 @@ def summary(records: list[Record], *, status: str = "finished", seed: int = 0, *
         "global_accuracy": last and last.global_accuracy,
         "best_personalized_accuracy": max(accuracies, default=None),
         "worst_decile_accuracy": worst_decile(last.client_accuracy) if last else None,
-        "train_loss": last and last.loss,
+        "minibatch_loss": last and last.minibatch_loss,
         "uplink_bytes": last.uplink_bytes if last else 0,
         "downlink_bytes": last.downlink_bytes if last else 0,
         "bytes_per_client_round": 0.0,

@@ -300,7 +300,7 @@ def crowd(root: Path) -> Report:
     paths += [folders.make(root / f"small{s}", "algorithm.compression=8", seed=s, level=0.75) for s in range(3)]
     for path in (path for path in paths if "scaffold" in path.name):
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        grown = [{**line, "loss": 3.0 ** line["round"]} for line in lines]
+        grown = [{**line, "minibatch_loss": 3.0 ** line["round"]} for line in lines]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in grown))
     return write_page(paths, root / "crowd.html")
 

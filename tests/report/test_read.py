@@ -155,7 +155,7 @@ def test_records_of_other_versions_are_read(tmp_path: Path) -> None:
         file.write(json.dumps(old) + "\n" + json.dumps(new) + "\n")
     run = read_run(path)
     assert run.series["epsilon"] == [None, None, 1.5]
-    assert run.series["loss"][1] is None
+    assert run.series["minibatch_loss"][1] is None
     assert not run.notes
 
 

@@ -138,7 +138,7 @@ def test_a_page_of_twenty_runs_of_800_rounds_is_small(tmp_path: Path) -> None:
 def test_numbers_on_the_page_are_those_of_the_run(tmp_path: Path) -> None:
     path = folders.make(tmp_path / "run", every={"diagnostics": {"drift": 2.0}, "rejected": 3})
     run, page = read_run(path), data_of(write_page([path]).page)["runs"][0]
-    for field in ("round", "personalized_accuracy", "loss", "seconds", "rejected"):
+    for field in ("round", "personalized_accuracy", "minibatch_loss", "seconds", "rejected"):
         assert page["series"][field] == pytest.approx(run.series[field], rel=1e-4)
     assert page["series"]["mb"] == pytest.approx([0.3 * t for t in range(1, 21)])
     assert page["clients"] == pytest.approx(run.clients, rel=1e-4)
@@ -261,7 +261,7 @@ def test_exports_are_there_and_parse(exported: tuple[Path, list[Path]]) -> None:
     folder, files = exported
     assert sorted(files) == sorted(folder.iterdir())
     stems = {file.stem for file in files if file.suffix == ".png"}
-    assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-training-seconds", "clients"} <= stems
+    assert {"accuracy-personalized-rounds", "accuracy-global-megabytes", "loss-minibatch-seconds", "clients"} <= stems
     assert "accuracy-personalized-final" in stems
     assert "diagnostics-gradient-norm" in stems
     for stem in stems:
@@ -295,7 +295,8 @@ def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path
 
 def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(tmp_path: Path) -> None:
     run, folder = folders.make(tmp_path / "run"), tmp_path / "tables"
-    for arguments, width in (([], 6), (["--columns", "seconds, up MB"], 3)):
+    cases: tuple[tuple[tuple[str, ...], int], ...] = (((), 6), (("--columns", "seconds, up MB"), 3))
+    for arguments, width in cases:
         assert call(str(run), "--export", str(folder), *arguments)[0] == 0
         text = (folder / "results.tex").read_text()
         head = [title.strip() for title in text.splitlines()[2].removesuffix("\\\\").split("&")]
@@ -317,11 +318,11 @@ def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(tmp_path: Pat
 def test_a_figure_ends_below_what_diverges(tmp_path: Path) -> None:
     paths = [folders.make(tmp_path / name, f"algorithm.name={name}", rounds=5) for name in ("fedavg", "ditto", "apfl")]
     lines = [json.loads(line) for line in (paths[0] / "metrics.jsonl").read_text().splitlines()]
-    grown = [{**line, "loss": 10.0 ** line["round"]} for line in lines]
+    grown = [{**line, "minibatch_loss": 10.0 ** line["round"]} for line in lines]
     (paths[0] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in grown))
     drawn: dict[str, Any] = {}
     figures.draw(write_page(paths, tmp_path / "page.html").groups, drawn.__setitem__)
-    axes = drawn["loss-training-rounds"].axes[0]
+    axes = drawn["loss-minibatch-rounds"].axes[0]
     assert 1.5 < axes.get_ylim()[1] < 2.5
     assert "FedAvg (up to 1e+05)" in axes.get_title("right")
 

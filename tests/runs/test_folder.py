@@ -91,7 +91,7 @@ def test_the_summary_says_what_the_run_came_to() -> None:
     assert summary["global_accuracy"] == last.global_accuracy
     assert summary["best_personalized_accuracy"] == max(record.personalized_accuracy for record in records)
     assert summary["worst_decile_accuracy"] == min(last.client_accuracy)
-    assert (summary["train_loss"], summary["seconds"]) == (last.loss, last.seconds)
+    assert (summary["minibatch_loss"], summary["seconds"]) == (last.minibatch_loss, last.seconds)
     assert (summary["uplink_bytes"], summary["downlink_bytes"]) == (last.uplink_bytes, last.downlink_bytes)
     assert summary["bytes_per_client_round"] == (last.uplink_bytes + last.downlink_bytes) / 20
     plan = simulation.algorithm.plan

@@ -110,8 +110,9 @@ def _confusion(outputs: Tensor, targets: Tensor) -> Tensor:
 def _macro_f1(sums: Tensor) -> Tensor:
     """Return the mean F1 over the classes that occur or are predicted."""
     both, predicted, actual = sums.unflatten(-1, (3, -1)).unbind(-2)
-    there = predicted + actual > 0
-    return torch.where(there, 2 * both / (predicted + actual), 0).sum(-1) / there.sum(-1)
+    there: Tensor = predicted + actual > 0
+    scores: Tensor = torch.where(there, 2 * both / (predicted + actual), 0)
+    return scores.sum(-1) / there.sum(-1)
 
 
 def _errors(outputs: Tensor, targets: Tensor) -> Tensor:

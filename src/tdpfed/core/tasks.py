@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from tdpfed.core import metrics
 from tdpfed.core.losses import LossFunction, bce, cross_entropy, each_cross_entropy, huber, mse, positions
+from tdpfed.core.metrics import Function as MetricFunction
 from tdpfed.core.metrics import Metric
 from tdpfed.core.setting import check, setting
 from tdpfed.errors import TDPFedError, unknown, wrong
@@ -84,7 +85,7 @@ class Task:
     def of(
         cls,
         loss: str | LossFunction = "auto",
-        metrics: Sequence[str | Metric | metrics.Function] = (),
+        metrics: Sequence[str | Metric | MetricFunction] = (),
         kind: Kind = "classes",
     ) -> Self:
         """Return the task of a loss and metrics, each by name or as a function."""
@@ -182,7 +183,7 @@ def loss_of(given: str | LossFunction, kind: Kind) -> Loss:
     return LOSSES[name]
 
 
-def metric_of(given: str | Metric | metrics.Function, kind: Kind) -> Metric:
+def metric_of(given: str | Metric | MetricFunction, kind: Kind) -> Metric:
     """Return a metric by name, or made from a function of all outputs and targets."""
     if isinstance(given, Metric):
         return given

@@ -129,7 +129,7 @@ class Recorder:
         numbers = self.ranks.gather(rows, self.evaluated)[CHOICE].flatten()
         return self._by_client([names[int(number)] for number in numbers.tolist()])
 
-    def _by_client(self, values: Sequence[T]) -> list[T | None]:
+    def _by_client(self, values: Sequence[T | None]) -> list[T | None]:
         """Return values of the evaluated clients by client id; None for the others."""
         found: list[T | None] = [None] * self.federation.clients
         for client, value in zip(self.evaluated.tolist(), values, strict=True):

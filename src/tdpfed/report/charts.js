@@ -4,11 +4,13 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 
 const ACCURACY = { personalized_accuracy: "Personalized", local_accuracy: "Local", global_accuracy: "Global" };
-const LOSS = { loss: "Training", personalized_loss: "Personalized", global_loss: "Global" };
+const LOSS = { minibatch_loss: "Minibatch", personalized_loss: "Personalized", global_loss: "Global", personalized_train_loss: "Personalized, training data", global_train_loss: "Global, training data" };
 const X = { round: "Rounds", mb: "Uploaded MB", seconds: "Seconds" };
 const X_TITLES = { round: "communication round", mb: "uploaded megabytes, all clients together", seconds: "seconds" };
 const LOG = { type: "log", minorloglabels: "complete", tickformat: "~g" };
-const LOSS_TITLES = { loss: "training loss", personalized_loss: "held-out loss, personalized", global_loss: "held-out loss, global" };
+const LOSS_TITLES = { minibatch_loss: "loss on the last minibatch", personalized_loss: "held-out loss, personalized", global_loss: "held-out loss, global", personalized_train_loss: "training loss, personalized", global_train_loss: "training loss, global" };
+/* The losses that a run has values of. */
+const losses = () => Object.fromEntries(Object.entries(LOSS).filter(([field]) => field === "minibatch_loss" || DATA.runs.some(({ series }) => series[field])));
 const QUANTITIES = {
   gradient_norm: "squared gradient norm in the factors (Theorem 1a)",
   distance: "squared distance, personalized to global (Theorem 1b)",

@@ -26,9 +26,11 @@ CURVES = {
     "personalized_accuracy": ("accuracy-personalized", "personalized accuracy, %"),
     "local_accuracy": ("accuracy-local", "local accuracy, %"),
     "global_accuracy": ("accuracy-global", "global accuracy, %"),
-    "loss": ("loss-training", "training loss"),
+    "minibatch_loss": ("loss-minibatch", "minibatch loss"),
     "personalized_loss": ("loss-personalized", "held-out loss, personalized"),
     "global_loss": ("loss-global", "held-out loss, global"),
+    "personalized_train_loss": ("loss-personalized-training", "training loss, personalized"),
+    "global_train_loss": ("loss-global-training", "training loss, global"),
 }
 STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.linewidth": 0.4,
@@ -184,7 +186,7 @@ def _blank(x: str, y: str) -> tuple["Figure", "Axes"]:
 def _logarithmic(axis: "Axis") -> None:
     from matplotlib.ticker import LogFormatter
 
-    (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+    (axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale)("log")
     for which in (axis.set_major_formatter, axis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(2, 0.5)))  # plain numbers; the default uses mathematical notation
 

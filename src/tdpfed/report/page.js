@@ -234,12 +234,12 @@ function curves() {
   const fresh = () => { choose("zoom", ""); redraw(); };
   const seeds = DATA.groups.some((group) => group.runs.length > 1) ? segments("Show", "view", { mean: "Mean and standard deviation", single: "Individual runs" }, "mean") : null;
   const all = check("all values", "full", fresh);
-  const controls = el("div", { class: "controls" }, segments("Accuracy", "accuracy", ACCURACY, "personalized_accuracy", () => { choose("target", ""); fresh(); }), segments("Loss", "loss", LOSS, "loss", fresh),
+  const controls = el("div", { class: "controls" }, segments("Accuracy", "accuracy", ACCURACY, "personalized_accuracy", () => { choose("target", ""); fresh(); }), segments("Loss", "loss", losses(), "minibatch_loss", fresh),
     segments("Against", "x", X, "round", fresh), seeds, check("logarithmic loss", "log", fresh), all);
   section("curves", "Curves", controls, legend, empty, grid, note, below, costNote);
   redraws.push(() => {
     const rounds = has("round"), xKey = chosen("x", Object.keys(X), "round"), view = chosen("view", ["mean", "single"], "mean"), now = shown();
-    const [a, l] = [chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), chosen("loss", Object.keys(LOSS), "loss")];
+    const [a, l] = [chosen("accuracy", Object.keys(ACCURACY), "personalized_accuracy"), chosen("loss", Object.keys(losses()), "minibatch_loss")];
     const [full, log] = ["full", "log"].map((name) => choices.get(name) === "1");
     empty.hidden = rounds;
     grid.hidden = legend.hidden = controls.hidden = below.hidden = !rounds;

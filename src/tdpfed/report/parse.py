@@ -11,17 +11,20 @@ from typing import Any
 
 from tdpfed.runs.folder import CONFIG, FEDERATION, FILES
 from tdpfed.runs.seals import Tail, is_sealed
+from tdpfed.server.records import renamed
 
 ACCURACIES = ("personalized_accuracy", "local_accuracy", "global_accuracy")
-LOSSES = ("loss", "personalized_loss", "global_loss")
+LOSSES = (
+    "minibatch_loss", "personalized_loss", "global_loss", "personalized_train_loss", "global_train_loss",
+)  # fmt: skip
 FIELDS = (
     "round", *ACCURACIES, "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected",
     "epsilon",
 )  # fmt: skip
 """Quantities of a record; each has one value per evaluated round."""
 FIGURES = (
-    *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "train_loss", "uplink_bytes", "downlink_bytes",
-    "seconds", "rounds", "rejected_uploads", "compression_rate", "epsilon", "delta",
+    *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "minibatch_loss", "uplink_bytes",
+    "downlink_bytes", "seconds", "rounds", "rejected_uploads", "compression_rate", "epsilon", "delta",
 )  # fmt: skip
 """Numbers of a summary."""
 TEXTS = ("status", "algorithm", "dataset", "model", "device")
@@ -52,7 +55,7 @@ class Summary:
 
 def record(text: str) -> dict[str, Any]:
     """Return the parts of a record that a report uses."""
-    line = _object(text)
+    line = renamed(_object(text))
     clients, diagnostics = line.get("client_accuracy") or [], line.get("diagnostics") or {}
     if not isinstance(clients, list) or not isinstance(diagnostics, dict):
         raise ValueError("not a record")
@@ -78,7 +81,7 @@ def refusal(text: str) -> Refusal:
 
 def summary(text: str) -> Summary:
     """Return the parts of a summary that a report uses."""
-    values = _object(text)
+    values = renamed(_object(text))
     versions = values.get("versions")
     words = {**(versions if isinstance(versions, dict) else {}), "commit": values.get("commit")}.items()
     sums = values.get(FILES)

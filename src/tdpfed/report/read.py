@@ -279,7 +279,7 @@ def _so_far(records: Sequence[Mapping[str, Any]]) -> dict[str, Number]:
         **{key: last[key] for key in FIGURES if key in last},
         "best_personalized_accuracy": max(personal, default=None),
         "worst_decile_accuracy": worst_decile(last["client_accuracy"]),
-        "train_loss": last["loss"],
+        "minibatch_loss": last["minibatch_loss"],
         "rounds": last["round"],
         "rejected_uploads": last["rejected"],
     }

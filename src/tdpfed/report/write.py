@@ -99,12 +99,12 @@ def export(groups: Sequence[Group], folder: Path, columns: Sequence[str] = table
     plans = [(group, plan) for group in groups if isinstance(plan := plan_of(group.runs[0]), FactorPlan)]
     whole = {"results": table.results(groups), "runs": table.single_runs(groups)}
     short = {name: table.for_paper(made, columns) for name, made in whole.items()}
-    plan = {"plan": table.plan_rows(plans)} if plans else {}
+    of_plans = {"plan": table.plan_rows(plans)} if plans else {}
     formats = (("csv", table.to_csv, whole), ("md", table.to_markdown, whole), ("tex", table.to_latex, short))
     with write_errors("--export", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for ending, write, tables in formats:
-            for name, made in (tables | plan).items():
+            for name, made in (tables | of_plans).items():
                 written.append(folder / f"{name}.{ending}")
                 write_file(written[-1], write(made), field="--export")
         for number, dataset in enumerate(datasets):

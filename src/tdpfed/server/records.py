@@ -11,8 +11,8 @@ LOWER, HIGHER = "lower", "higher"
 OPTIONAL = ("personalized_train_loss", "global_train_loss", "metrics")
 """Keys of a record that are left out if they have no value."""
 
-NEW_NAMES = {"loss": "minibatch_loss"}
-"""Names of keys of a record that had another one."""
+NEW_NAMES = {"loss": "minibatch_loss", "train_loss": "minibatch_loss"}
+"""Keys of a record or a summary that had another name."""
 
 
 class Main(NamedTuple):
@@ -67,13 +67,13 @@ class Record:
             values = self.personalized_accuracy, self.local_accuracy, self.global_accuracy
             return Main("accuracy", True, *values, self.client_accuracy)
         name, found = next(iter(self.metrics.items()))
-        models = (found.get(model) for model in ("personalized", "local", "global"))
-        return Main(name, found.get("better") != LOWER, *models, found.get("clients", []))
+        own, local, common = (found.get(model) for model in ("personalized", "local", "global"))
+        return Main(name, found.get("better") != LOWER, own, local, common, found.get("clients", []))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the record from :meth:`as_dict`; keys of other versions are ignored."""
-        values = {NEW_NAMES.get(name, name): value for name, value in values.items()}
+        values = renamed(values)
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
@@ -97,6 +97,11 @@ class Ledger:
     def compression_rate(self, dense: int) -> float | None:
         """Return ``dense``, the bytes of a dense upload, over the mean bytes of an upload; None if there was none."""
         return dense * self.uploads / self.uplink if self.uplink else None
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record or a summary of any version with today's names."""
+    return {NEW_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def due(round_: int, every: int, last: bool) -> bool:
