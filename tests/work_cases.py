@@ -1,4 +1,4 @@
-"""What people build networks from and train them on: small models of every kind of layer, data of every kind of task."""
+"""Small models with every kind of layer, and data of every kind of task, for the tests of what works."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

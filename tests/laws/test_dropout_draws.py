@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_recipes import silent
 from test_reference import flat, load, mean_of, minibatches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -48,8 +47,8 @@ def conv() -> nn.Module:
 def encoder() -> nn.Module:
     """PyTorch's own encoder layer, which drops inside of its attention too."""
     return seeded(
-        lambda: nn.Flatten(1, 2), lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True), nn.Flatten,
-        lambda: nn.Linear(36, small.CLASSES),
+        lambda: nn.Flatten(1, 2), lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True),
+        nn.Flatten, lambda: nn.Linear(36, small.CLASSES),
     )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ class ByHand(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         masks = iter(self.masks)
-        for layer in self.inside:  # type: ignore[union-attr]
+        for layer in self.inside.children():
             x = x * next(masks) if isinstance(layer, nn.Dropout) else layer(x)
         return x
 

@@ -89,9 +89,9 @@ def test_a_branch_on_values_is_computed_one_client_after_another() -> None:
 
 def test_frozen_parameters_stay_and_buffers_are_constants() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, cases.CLASSES)).double()
-    model[0].weight.requires_grad_(False)
+    model.get_parameter("0.weight").requires_grad_(False)
     model.register_buffer("constant", torch.ones(2))
-    kept = model[0].weight.clone()
+    kept = model.get_parameter("0.weight").clone()
     found = agree(model, cases.classes(cases.FLAT), lambda x, y: functional.cross_entropy(model(x), y))
     assert found.objective.layout.size == 5 + 5 * cases.CLASSES + cases.CLASSES
     assert torch.equal(found.objective.model.get_parameter("0.weight"), kept)
@@ -109,7 +109,7 @@ class Noisy(nn.Linear):
         return super().forward(x + torch.randn_like(x))
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "BatchNorm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "running statistics"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 3)), "lazy module has no shape"),
     "AlphaDropout": (lambda: nn.Sequential(nn.AlphaDropout(0.1), nn.Linear(6, 3)), "does more than drop"),
@@ -228,7 +228,7 @@ def test_outputs_that_do_not_fit_the_task_are_refused(name: str) -> None:
 
 
 def test_one_output_counts_as_two_classes() -> None:
-    """A binary loss with one output once reported a third of the true accuracy: the largest of one output is the first."""
+    """The largest of one output is always the first: its sign decides, or most of the accuracy would be missed."""
     x, y = cases.samples(cases.FLAT), binary()
     model = nn.Linear(6, 1).double()
     found = trained(model, cases.federation(x, y), loss="bce")
