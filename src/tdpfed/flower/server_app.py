@@ -175,6 +175,7 @@ class _Server:
                 f"flower.out: the run in {str(self.path)!r} has already completed {self.strategy.round} rounds; "
                 "give another folder, or increase run.rounds"
             )
+        self.journal.folder.reopen()
         self.journal.rewind(self.strategy.round, ROUNDS, saved=None if found is None else found[0].meta.get(FILES))
         for warning in self.journal.folder.warnings:
             log.warning("tdpfed: %s", warning)
