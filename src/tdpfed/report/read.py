@@ -195,10 +195,20 @@ def _text(path: Path) -> str:
 
 def _config(toml: str, notes: list[str]) -> dict[str, Any]:
     try:
-        return parse_toml(toml)
+        found = parse_toml(toml)
+        if not _is_short(found):
+            raise TDPFedError("a number of too many digits")
+        return found
     except TDPFedError as error:
         notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}
+
+
+def _is_short(value: Any) -> bool:
+    """Whether all whole numbers are so short that they can be shown."""
+    if isinstance(value, Mapping | list):
+        return all(_is_short(one) for one in (value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, int) or value.bit_length() <= 64
 
 
 def _card(path: Path, notes: list[str]) -> DataCard | None:
