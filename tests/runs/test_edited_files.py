@@ -129,7 +129,7 @@ STATES = ["finished", "interrupted", "killed"]
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("count", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_no_file_can_be_edited_so_that_the_privacy_report_changes_unnoticed(
     finished: Path, interrupted: Path, tmp_path: Path, count: int, state: str
 ) -> None:

@@ -85,7 +85,7 @@ def test_such_a_run_has_every_kind_of_file_and_no_notes(made: Path) -> None:
     assert (found.status, found.notes) == ("finished", [])
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(4_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3_000, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # of figures without numbers
 def test_a_mutated_run_folder_is_read_or_refused(made: Path, tmp_path: Path, count: int) -> None:
     random, refused = Random(0), 0
