@@ -66,6 +66,11 @@ class FedMac(FedAvg):
         del uploads, turn
         return {"w": (1 - self.beta) * server["w"] + self.beta * average("w")}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the client's own model, which a message does not change."""
+        del message, local
+        return private["theta"]
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the local model w_k."""
         del private

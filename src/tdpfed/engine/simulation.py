@@ -63,6 +63,7 @@ class Simulation:
         loss: str | LossFunction = "auto",
         metrics: Sequence[str | Metric | Function] = (),
         train_loss: bool = False,
+        received: bool = False,
         diagnostics: Diagnostics | None = None,
         wire: Wire = PLAIN,
         rule: Rule = MEAN,
@@ -131,16 +132,14 @@ class Simulation:
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
-        training = replace(federation, test_start=federation.train_start, test_size=federation.train_size)
         self.recorder = Recorder(
-            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out,
-            training if train_loss else None,
-        )  # fmt: skip
+            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out, train_loss, received
+        )
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
         self._trained: tuple[Tensor, Updates] | None = None
-        self._broadcast: Broadcast | None = None  # of the next round, once it is computed
+        self._broadcast: Broadcast | None = None  # of the next round, if computed
 
     def run(
         self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
@@ -287,8 +286,12 @@ class Simulation:
                 extra = diagnose(self.runner, own_entries(self.server), self.private, turn, weights, self.diagnostics)
             return self.recorder.record(
                 self.round, self.server, self.store, self._trained, self.ledger, seconds,
-                epsilon=self.epsilon, diagnostics=extra,
+                epsilon=self.epsilon, diagnostics=extra, receive=self.received,
             )  # fmt: skip
+
+    def received(self, clients: Tensor) -> Tensor:
+        """Return the parameters ``(n, P)`` that clients use once they have the message of the next round."""
+        return self.runner.receive(self.broadcast.known, self.own_rows(clients), self._turn(self.round + 1, clients))
 
     def affordable(self, rounds: int) -> int:
         """Return how many of the first ``rounds`` rounds of the run fit in the privacy budget."""
