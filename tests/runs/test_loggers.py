@@ -64,8 +64,8 @@ def events(path: Path) -> EventAccumulator:
 def test_only_numbers_are_scalars() -> None:
     values = scalars(record(3, diagnostics={"drift": 2.0, "bad": float("inf")}).as_dict())
     assert values == {
-        "minibatch_loss": 1 / 3, "personalized_accuracy": 0.5, "local_accuracy": 0.5, "uplink_bytes": 300, "downlink_bytes": 0,
-        "participants": 2, "seconds": pytest.approx(0.3), "rejected": 0, "diagnostics/drift": 2.0,
+        "minibatch_loss": 1 / 3, "personalized_accuracy": 0.5, "local_accuracy": 0.5, "uplink_bytes": 300,
+        "downlink_bytes": 0, "participants": 2, "seconds": pytest.approx(0.3), "rejected": 0, "diagnostics/drift": 2.0,
     }  # fmt: skip
     assert scalars({"flag": True, "word": "x", "none": None, "list": [1]}) == {}
 
