@@ -160,6 +160,11 @@ class Best(Algorithm):
         """Return the server's next state, by the method."""
         return self.method.aggregate(server, uploads, average, turn)
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the method's for a client that uses its model; any other choice stays as it is."""
+        federated = self.method.received(message, _inside(private), local)
+        return torch.where(private[CHOICE] == 0, federated, private["theta"])
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the model that the method uploads."""
         return self.method.local_model(_inside(private), upload)
@@ -198,11 +203,11 @@ class Best(Algorithm):
                 return self.method.local_model(kept, upload)
             return torch.lerp(federated, alone, self.mixes[number - len(self.candidates) + 1 + len(self.mixes)])
 
-        choice = private[CHOICE]
-        open_ = True if self.choose_rounds is None else local.turn.round <= self.choose_rounds
-        if open_ is not False:  # a recorded round has a tensor, and computes both
+        choice, last = private[CHOICE], self.choose_rounds
+        still = True if last is None else local.turn.round <= last  # a tensor in rounds that are recorded for a GPU
+        if still is not False:
             chosen = self._choice(model, local)
-            choice = torch.where(torch.as_tensor(open_, device=chosen.device), chosen, choice)
+            choice = chosen if still is True else torch.where(still, chosen, choice)
         theta = federated
         for number in range(1, len(self.candidates)):
             theta = torch.where(choice == number, model(number), theta)
