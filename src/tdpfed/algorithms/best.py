@@ -39,7 +39,7 @@ class Best(Algorithm):
         0.25, "share of each client's training samples that is held out for the choice", above=0, below=1
     )
     choose_rounds: int | None = hyper(
-        None, "the choice is made in so many rounds, then all samples are trained on; default: half of run.rounds",
+        None, "rounds in which the choice is made; then all samples are trained on; default: half of run.rounds",
         least=1, most=10**9,
     )  # fmt: skip
     alone_rate: float = hyper(0.05, "learning rate of the model trained alone", above=0, most=1e38, rate=True)
