@@ -254,7 +254,7 @@ def reproduce(
     if figures:
         check("--figure")  # fail now, not after all the runs
     needed = study.needed(tables, figures)
-    cells = experiment.cells_of(study, needed, rounds, seeds, set_ or ())
+    cells = experiment.cells_of(study, needed, rounds, seeds, set_ or (), figures)
     print_stderr(f"warning: {line}" for line in experiment.overruled(study, needed, rounds, set_ or ()))
     if no_run:
         cells = finished(cells, folder / "runs")

@@ -11,6 +11,7 @@ from tdpfed.errors import TDPFedError, raise_all
 MAY_DIFFER: Mapping[str, str] = {
     "run.rounds": "the run ends later; completed rounds stay; fixed if a schedule follows it",
     "run.evaluate_every": "which rounds are reported",
+    "run.train_loss": "whether models are also evaluated on training samples",
     "run.diagnostics_every": "which rounds are measured",
     "run.loggers": "where records are also sent",
     "run.device": "where it is computed; sums are rounded differently",
