@@ -30,7 +30,17 @@ def shapes(model: nn.Module, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_registry_names() -> None:
-    assert set(MODELS) == {"logistic", "dnn", "lenet", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
+    images = {"logistic", "dnn", "lenet", "cnn", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
+    assert set(MODELS) == images | {"lstm", "gru", "text-transformer"}
+
+
+def test_the_network_of_pfllibs_benchmark() -> None:
+    """Its page prints 582,026 parameters."""
+    model = build("cnn")
+    assert sum(one.numel() for one in model.parameters()) == 582_026
+    assert shapes(model, "weight") == {
+        "conv1.weight": (32, 1, 5, 5), "conv2.weight": (64, 32, 5, 5), "fc1.weight": (512, 1024), "fc2.weight": (10, 512),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,6 +58,8 @@ def test_defaults(name: str) -> None:
         ("dnn", (3, 5, 7)),
         ("lenet", (1, 4, 4)),
         ("lenet", (3, 9, 14)),
+        ("cnn", (1, 16, 16)),
+        ("cnn", (3, 32, 28)),
         ("vgg8", (1, 32, 32)),
         ("vgg8", (3, 40, 64)),
         ("vgg8-gn", (3, 40, 64)),
