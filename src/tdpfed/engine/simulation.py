@@ -93,7 +93,7 @@ class Simulation:
             federation = flip_labels(federation, hostile)
         most = int(federation.train_size.max()) if algorithm.per_sample else 0
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients, most)
-        checks.check_needs(self.algorithm, federation, rule, self.objective)
+        checks.check_needs(self.algorithm, federation, rule, self.objective, participation)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
         self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
@@ -188,7 +188,8 @@ class Simulation:
         """Return the clients that train in the next round, and a mask of those that upload."""
         if not self.participation.draws(self.federation.clients):
             return self._turn(self.round + 1, self._everybody), torch.ones(len(self._everybody), dtype=torch.bool)
-        chosen, trained = self.participation.draw(self.seed, self.round + 1, self.federation.clients, attempt)
+        size, number = self.federation.train_size, self.round + 1
+        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients, attempt, size)
         return self._turn(self.round + 1, trained), torch.isin(trained, chosen)
 
     @property
