@@ -112,7 +112,8 @@ def _page(
         "samples. `before training` evaluates the models that clients use once they have the server's message and "
         "before they train, as the benchmark does; `after training` the clients' models after their local training. "
         "`best` is the highest of all evaluations of a run, `last` that of the last round. The best of many "
-        "evaluations on the same test samples is too high; it is listed because the benchmark prints it. `ours, best` is the number that is "
+        "evaluations on the same test samples is too high; it is listed because the benchmark prints it. `ours, best` "
+        "is the number that is "
         f"compared: before training, except for {_names(plan, 'personalized')}. `x fewer` says how many times fewer "
         "bytes a client uploads than all values in float32.\n"
     )
