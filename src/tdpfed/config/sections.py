@@ -79,8 +79,11 @@ class Data(Section):
     partition: Partition | None = setting(
         None, "how samples are distributed; default: natural if the data have clients, otherwise classes at random"
     )
-    per_client: int = setting(2, "classes and classes-in-turn: number of classes per client", least=1)
+    per_client: int = setting(2, "all kinds of classes: number of classes per client", least=1)
     alpha: float = setting(0.5, "dirichlet: concentration; smaller means more different clients", above=0, most=1e6)
+    capped: bool = setting(
+        False, "dirichlet: a client that has as many samples as the average gets none of further classes"
+    )
     size_skew: float | None = setting(
         None, "iid, classes and classes-in-turn: how unequal the shares are; 0 is equal", least=0, most=10
     )
@@ -94,7 +97,8 @@ class Data(Section):
     test_fraction: float = setting(0.25, "client and time split: fraction held out", above=0, below=1)
     normalize: Normalize = setting(
         "standard",
-        "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",
+        "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1; symmetric: "
+        "-1 to 1",
     )
     augment: Augment = setting(
         "none", "random changes of training images: mirrored, or mirrored and shifted by up to 4 pixels"

@@ -232,9 +232,8 @@ class Simulation:
     @property
     def broadcast(self) -> Broadcast:
         """The server's message of the next round."""
-        found = self.downlink.send(self.server) if self._broadcast is None else self._broadcast
-        self._broadcast = found
-        return found
+        self._broadcast = self._broadcast or self.downlink.send(self.server)
+        return self._broadcast
 
     def _train(self, turn: Turn) -> Updates:
         """Run the turn's clients; the private state returned covers only the clients of this process."""

@@ -19,6 +19,7 @@ from tdpfed.core.inputs import Inputs
 from tdpfed.core.recipe import OF_THE_RATE, USUAL, Optimizer
 from tdpfed.core.state import State, Turn, own_entries
 from tdpfed.data.federation import Federation, Values
+from tdpfed.data.normalization import RANGES
 from tdpfed.engine import evaluate
 from tdpfed.engine.checks import check_finite, checked_model
 from tdpfed.engine.runners import Runner
@@ -101,10 +102,11 @@ def _one_client(
     card, data = run.card, run.settings.data
     raw = _rows(x, card.inputs)
     inputs = raw if card.tokens else card.normalization.apply(raw.to(card.normalization.mean.dtype))
-    if card.normalization.kind == "unit" and (inputs.min() < 0 or inputs.max() > 1):
+    low, high = RANGES.get(card.normalization.kind, (-torch.inf, torch.inf))
+    if inputs.numel() and not low <= inputs.min() <= inputs.max() <= high:
         raise TDPFedError(
-            f"values that become {inputs.min():g} to {inputs.max():g} by the run's normalization 'unit'; allowed: raw "
-            "inputs as in the run, which become 0 to 1",
+            f"values that become {inputs.min():g} to {inputs.max():g} by the run's normalization "
+            f"{card.normalization.kind!r}; allowed: raw inputs as in the run, which become {low:g} to {high:g}",
             field="x",
         )
     made = Federation.from_tensors(
