@@ -1,7 +1,8 @@
 """Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I), others for images or text.
 
 Each model is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So it works unchanged with
-``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``.
+``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``; but for ``lstm``
+and ``gru``, whose layers PyTorch takes in the first of these only.
 """
 
 import importlib

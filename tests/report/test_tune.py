@@ -238,7 +238,7 @@ def test_compare_and_run_take_the_file() -> None:
     done = CliRunner().invoke(app, ["compare", file, "--algorithms", "fedavg,ditto", "--seeds", "1", "--json"])
     assert done.exit_code == 0, done.output
     (etas,) = {tuple(read_run(Path(path)).setting("algorithm.eta") for path in row["runs"])
-               for row in json.loads(done.stdout)["rows"] if row["method"] == "fedavg"}  # fmt: skip
+               for row in json.loads(done.stdout)["rows"] if row["method"] == "FedAvg"}  # fmt: skip
     assert etas == (load_config(file, ["algorithm.name=fedavg"]).algorithm["eta"],)
 
 

@@ -18,13 +18,14 @@ LOSSES = (
     "minibatch_loss", "personalized_loss", "global_loss", "personalized_train_loss", "global_train_loss",
 )  # fmt: skip
 FIELDS = (
-    "round", *ACCURACIES, "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected",
-    "epsilon",
+    "round", *ACCURACIES, "received_accuracy", "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes",
+    "seconds", "rejected", "epsilon",
 )  # fmt: skip
 """Quantities of a record; each has one value per evaluated round."""
 FIGURES = (
-    *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "minibatch_loss", "uplink_bytes",
-    "downlink_bytes", "seconds", "rounds", "rejected_uploads", "compression_rate", "epsilon", "delta",
+    *ACCURACIES, "best_personalized_accuracy", "received_accuracy", "best_received_accuracy", "worst_decile_accuracy",
+    "minibatch_loss", "uplink_bytes", "downlink_bytes", "seconds", "rounds", "rejected_uploads", "compression_rate",
+    "epsilon", "delta",
 )  # fmt: skip
 """Numbers of a summary."""
 TEXTS = ("status", "algorithm", "dataset", "model", "device")

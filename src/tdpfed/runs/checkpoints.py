@@ -281,7 +281,11 @@ def _stem(serial: Serial) -> str:
 
 def _not_finite(state: State) -> str | None:
     """Return the name of an entry with a value that is infinite or NaN."""
-    return next((n for n, v in state.items() if v.is_floating_point() and not bool(v.isfinite().all())), None)
+    for name, values in state.items():
+        numbers = values.float() if values.dtype.itemsize == 1 else values  # PyTorch cannot ask it of eight-bit floats
+        if values.is_floating_point() and not bool(numbers.isfinite().all()):
+            return name
+    return None
 
 
 def _names_after(prefix: str, state: State) -> list[str]:
