@@ -125,6 +125,8 @@ def variants() -> dict[str, Algorithm]:
         "tdpfed act": TDPFed(**TDPFED, aggregation="act", beta=0.7),
         "tdpfed als": TDPFed(**TDPFED, optimizer="als"),
         "tdpfed run": TDPFed(**TDPFED, optimizer_state="run"),
+        "tdpfed momentum": TDPFed(**TDPFED, momentum=0.6, momentum_state="round", proximal="implicit"),
+        "tdpfed nu": TDPFed(**TDPFED | {"s": 6}, nu=0.4, momentum=0.6, momentum_state="round"),
         "tdpfed alternating": TDPFed(**TDPFED, factor_steps="alternating", optimizer="rmsprop", keep_theta=True),
     }
 

@@ -1,6 +1,7 @@
 """TDPFed's variants, each against a plain loop over one client in float64."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tdpfed.cp.plan import FactorPlan
 from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.runs.checkpoints import Checkpoints
+from tdpfed.runs.snapshot import restore, snapshot_of
 
 CLIENT = 2
 
@@ -39,14 +42,65 @@ def reference(
     a = simulation.server["factors"]
     theta = plan.compose(a) if theta is None else theta
     batches = simulation.runner.batches(Turn(0, 1, torch.tensor(CLIENT)))
+    before = theta
     for t in range(algorithm.tau):
-        batch, w, velocity = batches(t), plan.compose(a), torch.zeros_like(theta)
+        batch, w = batches(t), plan.compose(a)
+        if algorithm.momentum_state == "local-round":
+            before = theta
         for _ in range(algorithm.s):
-            g = simulation.objective.gradient(theta, batch)[0] + algorithm.lam * (theta - w)
-            velocity = algorithm.momentum * velocity + g
-            theta = theta - algorithm.eta_p * (g + algorithm.momentum * velocity)
+            g, lr = simulation.objective.gradient(theta, batch)[0], algorithm.eta_p
+            whole = g + algorithm.lam * (theta - w)
+            if algorithm.nu is not None and float(whole @ whole) <= algorithm.nu:
+                break
+            if algorithm.proximal == "implicit":
+                point = (theta - lr * g + lr * algorithm.lam * w) / (1 + lr * algorithm.lam)
+            else:
+                point = theta - lr * whole
+            theta, before = point + algorithm.momentum * (point - before), point
         a = move(a, theta, t)
     return theta, a
+
+
+INNER: dict[str, dict[str, Any]] = {
+    "velocity kept": {"momentum_state": "round"},
+    "implicit": {"proximal": "implicit"},
+    "implicit, plain": {"proximal": "implicit", "momentum": 0.0, "eta_p": 0.5},
+    "implicit, velocity kept": {"proximal": "implicit", "momentum_state": "round", "eta_p": 0.2, "momentum": 0.7},
+    "nu": {"nu": 0.3, "s": 9},
+    "nu, velocity kept": {"nu": 0.3, "s": 9, "momentum_state": "round"},
+    "all": {"nu": 0.3, "s": 9, "momentum_state": "round", "proximal": "implicit"},
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_options_of_the_inner_problem(name: str) -> None:
+    """Against Nesterov's method in its textbook form: a point, and the point ahead of it."""
+    algorithm = settings(**INNER[name])
+    simulation, theta, a = one_client(algorithm)
+    plan = FactorPlan.of(simulation.objective.model, algorithm.compression)
+    expected_theta, expected = reference(simulation, algorithm, by_torch(OPTIMIZERS["adam"], algorithm, plan))
+    torch.testing.assert_close(a, expected, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(theta, expected_theta, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_resumed_run_with_these_options_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    whole = small.train(settings(**INNER[name]), 4)
+    stopped, resumed = (small.train(settings(**INNER[name]), rounds) for rounds in (2, 0))
+    Checkpoints(tmp_path).save(snapshot_of(stopped), None)
+    found = Checkpoints(tmp_path).load()
+    assert found is not None
+    restore(resumed, found[0])
+    for _ in range(2):
+        resumed.step()
+    assert small.equal(whole, resumed)
+
+
+def test_a_velocity_is_kept_only_with_momentum() -> None:
+    with pytest.raises(TDPFedError, match=r"^momentum_state: 'round' given, must be 'local-round' without momentum"):
+        settings(momentum_state="round", momentum=0.0)
+    with pytest.raises(TDPFedError, match=r"^nu: 0\.0 given, must be a finite number above 0"):
+        settings(nu=0.0)
 
 
 def by_torch(make: Any, algorithm: TDPFed, plan: FactorPlan, *, afresh: bool = False, alternating: bool = False) -> Any:
@@ -150,7 +204,7 @@ def test_variants_differ() -> None:
     options: list[dict[str, Any]] = [
         {}, {"optimizer_state": "local-round"}, {"factor_steps": "alternating"}, {"optimizer": "gd"},
         {"optimizer": "adagrad"}, {"optimizer": "rmsprop"}, {"optimizer": "als"},
-        {"momentum": 0.0}, {"lam": 5.0}, {"s": 3}, {"s_prime": 4}, {"eta_p": 0.06},
+        {"momentum": 0.0}, {"lam": 5.0}, {"s": 3}, {"s_prime": 4}, {"eta_p": 0.06}, *INNER.values(),
     ]  # fmt: skip
     results = [one_client(settings(**option))[2] for option in options]
     for n, one in enumerate(results):

@@ -90,7 +90,7 @@ def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None
         g, last = gradient(expected, x, y)
         expected = expected + pull * (w - expected) - 0.1 * g
     with unchanged(theta, w):
-        found, loss, _ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
+        found, loss, *_ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 
@@ -100,7 +100,7 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
     pull: float, known: bool
 ) -> None:
     objective, theta, w, x, y = problem(Model(plain))
-    found, _, along = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
+    found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
     assert isinstance(along, LowRankStep) == known
     if isinstance(along, LowRankStep):
         assert along.anchor() is w
@@ -113,7 +113,7 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
 def test_with_momentum_a_start_is_forgotten_after_many_steps() -> None:
     objective, theta, w, x, y = problem(Model(plain))
     for count, known in ((3, False), (80, True)):
-        found, _, along = RecordedGradient(objective).proximal(theta, (x, y), w, 8.0, 0.1, 0.5, count)
+        found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), w, 8.0, 0.1, 0.5, count)
         assert isinstance(along, LowRankStep) == known
     assert isinstance(along, LowRankStep)
     assert along.anchor() is w
@@ -139,7 +139,7 @@ def test_several_steps_with_momentum_are_the_steps(name: str, momentum: float, b
     recorded = RecordedGradient(objective)
     assert recorded.skips_first_layer(theta, (x, y)) == skipped
     with unchanged(theta, w):
-        found, loss, _ = recorded.proximal(theta, (x, y), w, 2.0, 0.1, momentum, 5)
+        found, loss, *_ = recorded.proximal(theta, (x, y), w, 2.0, 0.1, momentum, 5)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 
@@ -183,11 +183,12 @@ COMMON: dict[str, Any] = {"tau": 3, "s": 3, "batch_size": 4, "eta": 1e-3, "eta_p
         FedAvg(tau=3, batch_size=4), PFedMe(**COMMON), PFedMe(**COMMON, momentum=0.5), TDPFed(**COMMON),
         TDPFed(**COMMON, momentum=0.0),
         TDPFed(**COMMON, optimizer_state="local-round"), TDPFed(**COMMON, optimizer_state="run"),
-        TDPFed(**COMMON, momentum=0.0, lam=50.0),
+        TDPFed(**COMMON, momentum=0.0, lam=50.0), TDPFed(**COMMON, momentum_state="round", proximal="implicit"),
+        TDPFed(**COMMON | {"s": 6}, momentum_state="round", nu=0.5), TDPFed(**COMMON | {"s": 6}, momentum=0.0, nu=0.5),
     ],
     ids=[
         "fedavg", "pfedme", "pfedme momentum", "tdpfed", "tdpfed no momentum", "tdpfed local-round",
-        "tdpfed run", "tdpfed start forgotten",
+        "tdpfed run", "tdpfed start forgotten", "tdpfed velocity kept", "tdpfed nu", "tdpfed nu, no momentum",
     ],
 )  # fmt: skip
 def test_runs_agree_with_the_loop_and_no_chunk_or_thread_changes_a_bit(algorithm: FedAvg | PFedMe | TDPFed) -> None:
@@ -240,6 +241,13 @@ def test_transposed_factors_move_as_plain_ones(momentum: float, monkeypatch: pyt
     for runner in ("batched", "loop"):
         small.assert_close(packed, wide_run(algorithm, torch.float64, runner=runner), 1e-6)
     assert made
+
+
+@pytest.mark.parametrize("options", [{"momentum_state": "round"}, {"nu": 0.1}, {"nu": 0.1, "momentum_state": "round"}])
+def test_steps_with_options_beyond_all_numbers_are_a_run_that_diverges(options: dict[str, Any]) -> None:
+    for runner in ("batched", "loop"):
+        with pytest.raises(TDPFedError, match="the run diverges; lower the learning rates"):
+            wide_run(TDPFed(tau=2, s=60, batch_size=4, eta=1e38, eta_p=10.0, **options), runner=runner)
 
 
 @pytest.mark.parametrize("kind", [PFedMe, TDPFed])

@@ -64,6 +64,25 @@ def test_the_operators_numbers_are_the_weights(tmp_path: Path) -> None:
             case.run(changed={"flower.samples": given})
 
 
+def test_clients_are_drawn_by_the_operators_numbers_as_in_simulation(tmp_path: Path) -> None:
+    case = Case(
+        tmp_path, *QUICK, "participation.sampling=samples", "participation.clients=2", "algorithm.weights=uniform",
+        "data.max_samples=100", "data.size_skew=0.3",
+    )  # fmt: skip
+    sizes = case.simulation.federation.train_size.tolist()
+    assert len(set(sizes)) > 1
+    with pytest.raises(TDPFedError, match=r"^flower\.samples: None given, must be a number for each node"):
+        case.run()
+    with pytest.raises(TDPFedError, match=r"^participation\.clients: 2 given, must be at most 1 "):
+        case.run(changed={"flower.samples": "[10, 100, 10]"})
+    with pytest.raises(TDPFedError, match=r"^algorithm\.weights: 'samples' given, must be 'uniform'"):
+        case.run(changed={"flower.samples": str(sizes), "algorithm.weights": "samples"})
+    case.settings["flower.samples"] = str(sizes)
+    case.run()
+    assert worst(tmp_path, case.simulation) <= 1e-6
+    assert [line["replies"] for line in case.lines("rounds.jsonl")] == [2, 2, 2]
+
+
 def test_a_node_that_fails_at_first_contact_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tdpfed.flower.strategy.ASK_AGAIN", 0.0)
     hello, asked = Node.hello, []

@@ -19,6 +19,7 @@ CHUNKED = {
     "tdpfed": TDPFed(**small.TDPFED),
     "fedavg": FedAvg(**small.COMMON),
     "pfedme": PFedMe(**small.COMMON, momentum=0.5),
+    "tdpfed nu": small.variants()["tdpfed nu"],
 }
 
 
@@ -59,6 +60,7 @@ def test_any_chunking_equals_none_at_the_papers_size(name: str) -> None:
     data = Federation.from_tensors(x, torch.arange(len(owner)) % 10, owner)
     algorithm = {
         "tdpfed": TDPFed(tau=1, s=2, s_prime=2), "fedavg": FedAvg(tau=2), "pfedme": PFedMe(tau=1, s=2),
+        "tdpfed nu": TDPFed(tau=2, s=6, s_prime=2, nu=1.0, momentum_state="round"),
     }[name]  # fmt: skip
     runs = []
     for chunk in (None, 1, 2, 3, 5, 8):

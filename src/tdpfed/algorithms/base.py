@@ -289,6 +289,14 @@ class Algorithm(ABC):
         """Return the parameters of a client's personalized model."""
         return private["theta"]
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the parameters that a client uses once it has the server's message and before it trains again.
+
+        By default those of its personalized model, which methods that keep one between rounds do not change.
+        """
+        del message, local
+        return self.personalized(private)
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the dense parameters of the model that a client uploads."""
         del upload

@@ -149,6 +149,11 @@ class Best(Algorithm):
         """Return the server's next state, by the method."""
         return self.method.aggregate(server, uploads, average, turn)
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the method's for a client that uses its model; any other choice stays as it is."""
+        federated = self.method.received(message, _inside(private), local)
+        return torch.where(private[CHOICE] == 0, federated, private["theta"])
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the model that the method uploads."""
         return self.method.local_model(_inside(private), upload)

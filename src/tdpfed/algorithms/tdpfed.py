@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
+from tdpfed.core.inner import implicit_rate
 from tdpfed.core.local import FactorRule, Factors, LocalWork, Near
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.cp.plan import FactorPlan
@@ -31,16 +32,19 @@ class TDPFed(Algorithm):
     include: tuple[str, ...] = hyper(("*",), "patterns of parameters to factorize")
     exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
     aggregation: Literal["afm", "act"] = hyper("afm", "average the factor matrices, or the composed tensors")
-    lam: float = hyper(
-        12.0, "lambda: how strongly theta is held near the tensorized local model", least=0, search=(3.0, 30.0)
-    )
+    lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0, search=(3.0, 30.0))
     beta: float = hyper(1.0, "share of the clients' average in the new global model; 1 is plain averaging", above=0)
-    s: int = hyper(5, "steps on theta per local round", least=1, most=10**6)
+    s: int = hyper(5, "steps on theta per local round; with nu the most", least=1, most=10**6)
+    nu: float | None = hyper(None, "accuracy: squared gradient norm at which the steps on theta end", above=0)
     s_prime: int = hyper(17, "s': steps on the factors per local round", least=1, most=10**6)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1, most=10**6)
     eta: float = hyper(8e-4, "learning rate of the factors", above=0, most=1e38, rate=True)
     eta_p: float = hyper(0.08, "learning rate of theta", above=0, most=1e38, rate=True)
     momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
+    momentum_state: Literal["round", "local-round"] = hyper("local-round", "when the velocity of theta is reset")
+    proximal: Literal["explicit", "implicit"] = hyper(
+        "explicit", "where a step on theta takes the proximal term: at its start, or at its end, which is more stable"
+    )
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
         "adam", "optimizer of the factors; als is one damped least-squares sweep instead of the s' steps"
     )
@@ -54,27 +58,22 @@ class TDPFed(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.optimizer == "als" and self.factor_steps == "alternating":
-            raise wrong("factor_steps", "alternating", "'joint' with optimizer 'als', which alternates itself")
-        if self.optimizer_state == "run" and (self.optimizer == "als" or self.factor_steps == "alternating"):
-            raise wrong(
-                "optimizer_state", "run", "'round' or 'local-round' with optimizer 'als', which has no state, and with "
-                "factor_steps 'alternating', whose state belongs to one factor at a time",
-            )  # fmt: skip
+        self.rule.check()
+        if self.momentum_state == "round" and self.momentum == 0:
+            raise wrong("momentum_state", "round", "'local-round' without momentum")
 
     @cached_property
     def plan(self) -> FactorPlan:
         """Which parameters are factorized, and how."""
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return FactorPlan.of(
-            shapes, self.compression, ranks=self.ranks or {}, include=self.include, exclude=self.exclude
+            self.layout, self.compression, ranks=self.ranks, include=self.include, exclude=self.exclude
         )
 
     @property
     def rule(self) -> FactorRule:
         """How the factors are optimized."""
-        alternating = self.factor_steps == "alternating"
-        return FactorRule(self.optimizer, self.eta, self.optimizer_state, alternating, self.als_damping)
+        in_turn = self.factor_steps == "alternating"
+        return FactorRule(self.optimizer, self.eta, self.optimizer_state, in_turn, self.als_damping)
 
     def down(self) -> Entries:
         """AFM sends the factors, ACT the factors and the full tensor."""
@@ -106,11 +105,14 @@ class TDPFed(Algorithm):
         theta, a = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
+        velocity = torch.zeros_like(theta) if self.momentum_state == "round" else None
+        lr = implicit_rate(self.eta_p, self.lam) if self.proximal == "implicit" else self.eta_p
         for batch in local.batches():
-            near = local.proximal(  # eq. 14
-                theta, batch, anchor=a.composed, lam=self.lam, lr=self.eta_p, momentum=self.momentum, steps=self.s
-            )
-            theta, a = near.theta, a.towards(near, self.lam, self.s_prime)  # eqs. 16 to 18
+            near = local.proximal(  # eqs. 14 and 15
+                theta, batch, anchor=a.composed, lam=self.lam, lr=lr, momentum=self.momentum, steps=self.s, nu=self.nu,
+                velocity=velocity,
+            )  # fmt: skip
+            theta, velocity, a = near.theta, near.velocity, a.towards(near, self.lam, self.s_prime)  # eqs. 16 to 18
             yield near, a
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
@@ -135,11 +137,7 @@ class TDPFed(Algorithm):
 
     def compression_reached(self) -> tuple[float, float, str] | None:
         """Ranks are integers and biases stay dense; None with explicit ranks or patterns."""
-        if self.ranks or self.exclude:
-            return None
-        dense = "at this rate no parameter has fewer values as factors, so all stay dense"
-        why = "a rank is at least 1, and biases stay dense" if any(self.plan.ranks) else dense
-        return self.compression, self.plan.compression_rate, why
+        return None if self.ranks or self.exclude else (self.compression, *self.plan.rate_reached())
 
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the composed tensorized local model."""

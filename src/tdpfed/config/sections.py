@@ -177,11 +177,15 @@ class Engine(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Section):
-    """Which model of a client counts as its personalized one."""
+    """Which models of a client are evaluated, and which counts as its personalized one."""
 
     personalize: Literal["own", "best"] = setting(
         "own",
         "own: the method's personalized model; best: whichever validates best of it, one trained alone, and mixtures",
+    )
+    received: bool = setting(
+        False,
+        "also evaluate the models with which clients begin the next round: after the server's message, before training",
     )
     alone_rate: float = same(Best, "alone_rate")
     mixes: tuple[float, ...] = same(Best, "mixes")
@@ -236,6 +240,7 @@ class Config:
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
         settings = plain(self.evaluation)
+        del settings["received"]
         if settings.pop("personalize") == "own":
             return self.method
         return Best.of(self.method, validation=self.data.validation, **settings)

@@ -48,6 +48,7 @@ class Stream(IntEnum):
     PUBLIC = 13
     CLUSTER = 14
     DROPOUT = 15
+    START = 16
 
 
 def mix(x: Bits) -> Bits:
@@ -192,6 +193,21 @@ def choose(seed: int, stream: Stream, round_: int, population: int, count: int, 
     positions = torch.arange(count)
     drawn = permute(positions, torch.tensor(population), key(seed, stream, round_, *((attempt,) if attempt else ())))
     return drawn.sort().values
+
+
+def choose_by_size(seed: int, round_: int, sizes: Tensor, count: int, attempt: int = 0) -> Tensor:
+    """Return ``count`` client ids, ascending, drawn with probability ``count * size / total size``; sizes ``(K,)``.
+
+    Systematic sampling: the clients stand in a random order, each as long as its size, and points at equal distances
+    from a random start choose those in which they lie. All in integers, so the probabilities are exact; none may be
+    above 1.
+    """
+    again, total = (attempt,) if attempt else (), int(sizes.sum())
+    everybody, population = torch.arange(len(sizes)), torch.tensor(len(sizes))
+    order = permute(everybody, population, key(seed, Stream.SELECT, round_, *again))
+    start = (uniform(key(seed, Stream.START, round_, *again)) * total).long()
+    points = start + total * torch.arange(count)
+    return order[torch.searchsorted(count * sizes[order].cumsum(0), points, right=True)].sort().values
 
 
 def _permuted_few(index: Integers, size: Integers, bits: Integers) -> Integers:

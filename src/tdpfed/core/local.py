@@ -41,6 +41,7 @@ class Near(NamedTuple):
     theta: Tensor
     loss: Tensor
     low_rank: object = None  # of a fast implementation: theta - anchor in low-rank form, for the factors
+    velocity: Tensor | None = None  # after the last step, if steps began with one
 
 
 class Plan(Protocol):
@@ -73,6 +74,16 @@ class FactorRule:
     restart: Literal["round", "local-round", "run"] = "round"
     alternating: bool = False  # factors of one mode at a time instead of all at once
     damping: float = 1.0  # als: how strongly factors are held near their previous value
+
+    def check(self) -> None:
+        """Refuse combinations that are not defined; errors name the hyper-parameters of TDPFed."""
+        if self.optimizer == "als" and self.alternating:
+            raise wrong("factor_steps", "alternating", "'joint' with optimizer 'als', which alternates itself")
+        if self.restart == "run" and (self.optimizer == "als" or self.alternating):
+            raise wrong(
+                "optimizer_state", "run", "'round' or 'local-round' with optimizer 'als', which has no state, and with "
+                "factor_steps 'alternating', whose state belongs to one factor at a time",
+            )  # fmt: skip
 
     def make(self) -> optim.Optimizer:
         """Return the optimizer; if it continues in the next round it counts its steps."""
@@ -189,8 +200,14 @@ class LocalWork(ABC):
         lr: float,
         momentum: float = 0.0,
         steps: int = 1,
+        nu: float | None = None,
+        velocity: Tensor | None = None,
     ) -> Near:
-        """Take ``steps`` Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on the same minibatch."""
+        """Take ``steps`` Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on the same minibatch.
+
+        With ``nu`` a client takes no further step once the squared norm of that function's gradient is at most ``nu``.
+        The velocity is 0 at first. If ``velocity`` ``(..., P)`` is given it starts there, and the last one is returned.
+        """
 
     @abstractmethod
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:

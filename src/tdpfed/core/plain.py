@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
+from tdpfed.core.inner import until_accurate, with_velocity
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     KEPT,
@@ -96,10 +97,15 @@ class PlainLocal(LocalWork):
         lr: float,
         momentum: float = 0.0,
         steps: int = 1,
+        nu: float | None = None,
+        velocity: Tensor | None = None,
     ) -> Near:
         """Take Nesterov steps, plain gradient steps at momentum 0."""
         check_steps(steps)
-        velocity: Tensor | None = None
+        if nu is not None:
+            return until_accurate(self.gradient, theta, batch, anchor, lam, lr, momentum, steps, nu, velocity)
+        if velocity is not None:
+            return with_velocity(self.gradient, theta, batch, anchor, lam, lr, momentum, steps, velocity)
         for _ in range(steps):
             g, loss = self.gradient(theta, batch)
             g = g + lam * (theta - anchor)

@@ -46,20 +46,20 @@ class FactorPlan:
     @classmethod
     def of(
         cls,
-        source: nn.Module | Mapping[str, Tensor | Sequence[int]],
+        source: nn.Module | Layout | Mapping[str, Tensor | Sequence[int]],
         compression: float = 2.0,
         *,
         ranks: Mapping[str, int] | None = None,
         include: str | Sequence[str] = ("*",),
         exclude: str | Sequence[str] = (),
     ) -> "FactorPlan":
-        """Plan for a module or a dict of shapes.
+        """Plan for a module, a layout or a dict of shapes.
 
         Every parameter of two or more dimensions that matches ``include`` and not ``exclude`` gets the rank of
         :func:`rank_for`, unless this would not reduce its size. ``ranks`` maps patterns to explicit ranks, which are
         used unchanged. Patterns are shell-style and match parameter names (``"conv*"``, ``"*.weight"``).
         """
-        layout = Layout.of(source)
+        layout = source if isinstance(source, Layout) else Layout.of(source)
         included = selected(layout, compression, include, exclude)
         explicit: dict[str, int] = {}
         for pattern, rank in (ranks or {}).items():
@@ -105,6 +105,11 @@ class FactorPlan:
     def compression_rate(self) -> float:
         """Number of values of the model divided by that of its factors, over all parameters."""
         return self.dense.size / self.factors.size
+
+    def rate_reached(self) -> tuple[float, str]:
+        """Return the compression rate, and why it may differ from the requested one."""
+        dense = "at this rate no parameter has fewer values as factors, so all stay dense"
+        return self.compression_rate, "a rank is at least 1, and biases stay dense" if any(self.ranks) else dense
 
     def rows(self) -> list[PlanRow]:
         """Return a row for each parameter (the paper's Table I, including biases)."""

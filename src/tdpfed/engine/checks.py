@@ -168,9 +168,11 @@ def check_privacy(
     raise_all(errors)
 
 
-def check_needs(algorithm: Algorithm, federation: Federation, rule: Rule, objective: Objective) -> None:
-    """Refuse settings that a method cannot work with; all errors together."""
-    errors = []
+def check_needs(
+    algorithm: Algorithm, federation: Federation, rule: Rule, objective: Objective, participation: Participation
+) -> None:
+    """Refuse settings that a method or its data cannot work with; all errors together."""
+    errors = participation.refusals(federation.train_size, algorithm.weights if algorithm.averages else "uniform")
     loss = objective.task.loss.name
     if algorithm.own_loss and (loss != "cross_entropy" or federation.targets != "classes"):
         errors.append(wrong("algorithm.name", algorithm.name, f"another with task.loss {loss!r} and targets that are "

@@ -62,6 +62,7 @@ class Runner:
     public: Batch | None = None  # the sample that all clients have in common, if the method asks for one
     optimizer: Optimizer = USUAL
     passing: int | None = None  # the samples through which each client passes whole, if all have as many
+    receives: bool = False  # instead of a round: the model of each client after the message, as upload
 
     @property
     def held_out(self) -> float:
@@ -121,6 +122,16 @@ class Runner:
             vars(made).update(gradient=self.gradient, used=self.used, groups=self.groups, fitting=self.fitting)
             self._by_size[size] = made
         return self._by_size[size]
+
+    def receive(self, server: State, private: State, turn: Turn) -> Tensor:
+        """Return the parameters ``(n, P)`` that the turn's clients use once they have the message."""
+        return self._receiver.run(server, private, turn).upload["theta"]
+
+    @cached_property
+    def _receiver(self) -> "Runner":
+        made = replace(self, receives=True)
+        vars(made).update(gradient=self.gradient, groups=self.groups, fitting=self.fitting)
+        return made
 
     @cached_property
     def _by_size(self) -> dict[int, "Runner"]:
@@ -226,6 +237,8 @@ class Runner:
 
     def updated(self, message: State, private: State, local: LocalWork) -> tuple[State, State, State]:
         """Return the clients' results, checked against what the method declares, and whether all are finite."""
+        if self.receives:
+            return {}, {"theta": self.algorithm.received(message, private, local)}, {}
         return with_finiteness(*self.algorithm.checked_update(message, private, local))
 
     @cached_property

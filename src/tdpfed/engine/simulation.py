@@ -63,6 +63,7 @@ class Simulation:
         loss: str | LossFunction = "auto",
         metrics: Sequence[str | Metric | Function] = (),
         train_loss: bool = False,
+        received: bool = False,
         diagnostics: Diagnostics | None = None,
         wire: Wire = PLAIN,
         rule: Rule = MEAN,
@@ -92,7 +93,7 @@ class Simulation:
             federation = flip_labels(federation, hostile)
         most = int(federation.train_size.max()) if algorithm.per_sample else 0
         self.algorithm = algorithm.bind(self.objective.layout, federation.clients, most)
-        checks.check_needs(self.algorithm, federation, rule, self.objective)
+        checks.check_needs(self.algorithm, federation, rule, self.objective, participation)
         self.seed, self.diagnostics, self.ranks = seed, diagnostics, ranks
         self.channel, self.downlink = Channel(self.algorithm, wire, seed), Downlink(self.algorithm, wire, seed)
         self.uplink = Uplink(self.channel, federation.clients, attack, ranks)
@@ -131,16 +132,14 @@ class Simulation:
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
-        training = replace(federation, test_start=federation.train_start, test_size=federation.train_size)
         self.recorder = Recorder(
-            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out,
-            training if train_loss else None,
-        )  # fmt: skip
+            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out, train_loss, received
+        )
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
         self._trained: tuple[Tensor, Updates] | None = None
-        self._broadcast: Broadcast | None = None  # of the next round, once it is computed
+        self._broadcast: Broadcast | None = None  # of the next round, if computed
 
     def run(
         self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
@@ -189,7 +188,8 @@ class Simulation:
         """Return the clients that train in the next round, and a mask of those that upload."""
         if not self.participation.draws(self.federation.clients):
             return self._turn(self.round + 1, self._everybody), torch.ones(len(self._everybody), dtype=torch.bool)
-        chosen, trained = self.participation.draw(self.seed, self.round + 1, self.federation.clients, attempt)
+        size, number = self.federation.train_size, self.round + 1
+        chosen, trained = self.participation.draw(self.seed, number, self.federation.clients, attempt, size)
         return self._turn(self.round + 1, trained), torch.isin(trained, chosen)
 
     @property
@@ -286,8 +286,12 @@ class Simulation:
                 extra = diagnose(self.runner, own_entries(self.server), self.private, turn, weights, self.diagnostics)
             return self.recorder.record(
                 self.round, self.server, self.store, self._trained, self.ledger, seconds,
-                epsilon=self.epsilon, diagnostics=extra,
+                epsilon=self.epsilon, diagnostics=extra, receive=self.received,
             )  # fmt: skip
+
+    def received(self, clients: Tensor) -> Tensor:
+        """Return the parameters ``(n, P)`` that clients use once they have the message of the next round."""
+        return self.runner.receive(self.broadcast.known, self.own_rows(clients), self._turn(self.round + 1, clients))
 
     def affordable(self, rounds: int) -> int:
         """Return how many of the first ``rounds`` rounds of the run fit in the privacy budget."""

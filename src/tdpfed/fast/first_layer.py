@@ -77,12 +77,21 @@ class FirstLayer(NamedTuple):
         return Near(moved, loss, self._low_rank(kept, slopes, inputs, w, moved))
 
     def steps_with_momentum(
-        self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, lam: float, lr: float, momentum: float, count: int
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        w: Tensor,
+        lam: float,
+        lr: float,
+        momentum: float,
+        count: int,
+        velocity: Tensor | None = None,
     ) -> Near:
-        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2``.
+        """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2``, from rest or from a velocity U.
 
-        The weights always have the form ``W + share (V - W) + slopes^T X``, and so does their velocity: the update rule
-        is applied to the share, the slopes and the other parameters.
+        The weights always have the form ``W + share (V - W) + along U + slopes^T X``, and their velocity is of the same
+        form without W: the update rule is applied to the share, to ``along``, the slopes and the other parameters.
         """
         inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
@@ -90,18 +99,34 @@ class FirstLayer(NamedTuple):
         others, towards = self._others(moved), self._others(w)
         z, share, share_speed, slopes = start, 0.0, 0.0, torch.zeros_like(start)
         speeds = [torch.zeros_like(part) for part in (slopes, *others)]
+        first, along, along_speed = None, 0.0, 1.0
+        if velocity is not None:
+            first = self._weights(velocity)
+            in_first, speeds[1:] = torch.bmm(inputs, first.mT), [part.clone() for part in self._others(velocity)]
         for step in range(count):
             loss, in_z, *gradients = self.gradient(moved, x, y, z)
             pulls = [torch.sub(a, b).mul_(lam).add_(g) for a, b, g in zip(others, towards, gradients, strict=True)]
             pulls.insert(0, torch.add(in_z, slopes, alpha=lam))
             share, share_speed = nesterov(share, lam * (share - 1), share_speed, lr, momentum)
             share = within_float32(share)
+            along, along_speed = nesterov(along, lam * along, along_speed, lr, momentum)
             for part, g, speed in zip((slopes, *others), pulls, speeds, strict=True):
                 nesterov(part, g, speed, lr, momentum, out=part)
             if step < count - 1:
                 z = torch.lerp(start, aim, share).baddbmm_(gram, slopes)
-        torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
-        return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w, moved))
+                if first is not None:
+                    z.add_(in_first, alpha=within_float32(along))
+        new = torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
+        if first is None:
+            return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w, moved))
+        new.add_(first, alpha=within_float32(along))
+        faster = aligned_empty(moved)
+        for part, speed in zip(self._others(faster), speeds[1:], strict=True):
+            part.copy_(speed)
+        speed = torch.sub(anchor, weights).mul_(within_float32(share_speed))
+        speed.add_(first, alpha=within_float32(along_speed)).baddbmm_(speeds[0].mT, inputs)
+        self._weights(faster).copy_(speed)
+        return Near(moved, loss, velocity=faster)
 
     def _low_rank(self, kept: float, slopes: Tensor, inputs: Tensor, w: Tensor, moved: Tensor) -> LowRankStep | None:
         lost_in_rounding = abs(kept) <= torch.finfo(slopes.dtype).eps

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from tdpfed.core import optim
+from tdpfed.core.inner import with_velocity
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import Batch, Near, inside
 from tdpfed.core.objective import Objective
@@ -132,7 +133,15 @@ class RecordedGradient:
         return self._of_parts[only]
 
     def proximal(
-        self, theta: Tensor, batch: Batch, anchor: Tensor, lam: float, lr: float, momentum: float, steps: int
+        self,
+        theta: Tensor,
+        batch: Batch,
+        anchor: Tensor,
+        lam: float,
+        lr: float,
+        momentum: float,
+        steps: int,
+        velocity: Tensor | None = None,
     ) -> Near:
         """Take Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on one minibatch."""
         several = steps > 1 and theta.ndim == 2 and not self._one_by_one(theta)
@@ -140,14 +149,15 @@ class RecordedGradient:
             # Aligned rows are fastest; strides are also part of the key of a recording.
             theta = theta if is_aligned(theta) else aligned_copy(theta)
         known = self._many.first_layer(theta, *batch) if several else None
-        if momentum == 0:
+        if momentum == 0 and velocity is None:
             pull = optim.within_float32(lr * lam)
             if known is not None:
                 return known.steps(theta, *batch, anchor, pull, lr, steps)
             return Near(*self._plain_steps(theta, batch, anchor, pull, lr, steps))
         if known is not None:
-            return known.steps_with_momentum(theta, *batch, anchor, lam, lr, momentum, steps)
-        velocity: Tensor | None = None
+            return known.steps_with_momentum(theta, *batch, anchor, lam, lr, momentum, steps, velocity)
+        if velocity is not None:
+            return with_velocity(self, theta, batch, anchor, lam, lr, momentum, steps, velocity)
         for _ in range(steps):
             g, loss = self(theta, batch)
             diff = theta - anchor

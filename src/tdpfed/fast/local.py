@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tdpfed.core.inner import until_accurate
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     NO_EXTRAS,
@@ -99,11 +100,16 @@ class FastLocal(LocalWork):
         lr: float,
         momentum: float = 0.0,
         steps: int = 1,
+        nu: float | None = None,
+        velocity: Tensor | None = None,
     ) -> Near:
         """Take Nesterov steps; at momentum 0 these are plain gradient steps."""
         check_steps(steps)
-        self._used.add("plain steps" if steps > 1 and momentum == 0 else "proximal")
-        return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps)
+        plain = steps > 1 and momentum == 0 and nu is None and velocity is None
+        self._used.add("plain steps" if plain else "proximal")
+        if nu is not None:
+            return until_accurate(self._gradient, theta, batch, anchor, lam, lr, momentum, steps, nu, velocity)
+        return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps, velocity)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return the factors, ready to be updated."""

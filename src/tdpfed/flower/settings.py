@@ -6,13 +6,15 @@ Settings that a simulation supports but a deployment does not are refused here, 
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tdpfed.config import Config
-from tdpfed.config.loading import checked_config, put
+from tdpfed.config.loading import checked_config, parse_toml, put
 from tdpfed.config.sections import Privacy, Section
 from tdpfed.core.setting import build, default_of, plain, setting, settings_of
 from tdpfed.engine.checks import check_settings
@@ -52,6 +54,11 @@ class Flower(Section):
         if self.samples is not None and len(self.samples) != self.nodes:
             errors.append(wrong("samples", self.samples, f"a number for each of the {self.nodes} nodes"))
         raise_all(errors)
+
+    @property
+    def sizes(self) -> Tensor | None:
+        """The training samples of each client, ``(K,)``, if the operator knows them."""
+        return None if self.samples is None else torch.tensor(self.samples)
 
 
 NEEDS_TASK = "comes from the app's task.py in a deployment, must be left out"
@@ -98,7 +105,7 @@ def read_settings(run_config: Mapping[str, Any]) -> tuple[Config, Flower]:
         {**values, "data": {"name": "own data", **held_out}, "model": {"name": "own model"}}, errors
     )
     if config is not None and flower is not None:
-        errors += _secure_aggregation(config, flower)
+        errors += _secure_aggregation(config, flower) + _sampling(config, flower)
         if config.method.per_sample or config.method.public_samples:
             why = "another: a node has no public sample and no values per sample, which it needs"
             errors.append(wrong("algorithm.name", config.method_name, why))
@@ -165,13 +172,24 @@ def _secure_aggregation(config: Config, flower: Flower) -> list[TDPFedError]:
     return [wrong("flower.secure_aggregation", True, f"False: {why} (docs/deployment.md)")]
 
 
+def _sampling(config: Config, flower: Flower) -> list[TDPFedError]:
+    """Return errors of a sampling by samples, which must not depend on what a node says of itself."""
+    if config.participation.sampling != "samples":
+        return []
+    if flower.sizes is None:
+        allowed = "a number for each node with participation.sampling 'samples': a node could claim any number"
+        return [wrong("flower.samples", None, allowed)]
+    method = config.make_algorithm()
+    return config.participation.refusals(flower.sizes, method.weights if method.averages else "uniform")
+
+
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a full key in nested tables; text that begins like a list or table is read as one."""
     if "." not in key:
         raise wrong("configuration", key, "section.key, as in run.rounds")
     if isinstance(value, str) and value.startswith(("[", "{")):
         try:
-            value = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError as error:
+            value = parse_toml(f"value = {value}")["value"]
+        except TDPFedError as error:
             raise wrong(key, value, f"a list or table in TOML ({error})") from None
     put(values, key, value, "configuration")

@@ -203,7 +203,7 @@ class Strategy:
     def _await(self, exchange: Exchange, attempt: int) -> None:
         """Wait while too few nodes are connected for the round; after ``flower.wait`` seconds try anyway."""
         end, seed = time.monotonic() + self.flower.wait, self.side.config.run.seed
-        chosen, _ = self.participation.draw(seed, self.round + 1, self.flower.nodes, attempt)
+        chosen, _ = self.participation.draw(seed, self.round + 1, self.flower.nodes, attempt, self.flower.sizes)
         self.greet(exchange)
         while len(self._present(exchange, chosen.tolist())) < min(self.needed, len(chosen)) and time.monotonic() < end:
             exchange.pause(RETRY)
@@ -223,8 +223,8 @@ class Strategy:
         self, exchange: Exchange, attempt: int, evaluate: bool
     ) -> tuple[dict[int, Metrics], dict[int, State], RoundResult]:
         """Try a round: return the metrics of clients that replied, the accepted uploads and the result."""
-        number = self.round + 1
-        chosen, trained = self.participation.draw(self.side.config.run.seed, number, self.flower.nodes, attempt)
+        number, seed = self.round + 1, self.side.config.run.seed
+        chosen, trained = self.participation.draw(seed, number, self.flower.nodes, attempt, self.flower.sizes)
         reporting = set(chosen.tolist())
         messages = {}
         for client, member in self._present(exchange, trained.tolist()).items():

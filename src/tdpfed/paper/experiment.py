@@ -54,7 +54,7 @@ def with_earlier(folder: Path, tables_: Sequence[int], figures: Sequence[int]) -
     try:
         made = json.loads((folder / "results.json").read_text(encoding="utf-8"))["made"]
         return sorted({*tables_, *made["tables"]}), sorted({*figures, *made["figures"]})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return tables_, figures
 
 

@@ -53,6 +53,7 @@ def prepare(
         loss=config.task.loss,
         metrics=config.task.metrics,
         train_loss=config.run.train_loss,
+        received=config.evaluation.received,
         rule=config.robust.rule,
         attack=config.robust.attacked,
         privacy=config.privacy.asked,
