@@ -1,8 +1,9 @@
 """What an evaluation costs: seconds of a record, over those of the plain forward passes that it needs.
 
-The passes are those of PyTorch: every client's test samples at once through its personalized model, through the model it
-uploads where that is another one, and through the server's model; without losses or metrics. Models are of one size per
-row, data are random. Both sides take turns, so that noise affects them equally; a ratio is the median over turns.
+The passes are those of PyTorch: every client's test samples at once through its personalized model, through the model
+it uploads where that is another one, and through the server's model; without losses or metrics. Data are random. Both
+sides run in one thread and take turns; counted are seconds of the processor, which other processes do not change much.
+A ratio is the median over turns.
 
     python benchmarks/evaluation.py
 """
@@ -67,9 +68,9 @@ def passes(simulation: Simulation, model: nn.Module, three: bool) -> Callable[[]
 
 
 def timed(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     function()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def main() -> None:
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "evaluation.json")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     rows: dict[str, Any] = {}
     for name, (model, shape, clients, tests, method) in ROWS.items():
         if options.only not in name:
