@@ -93,7 +93,8 @@ def cells_of(study: Mapping[str, Any], entry: Entry, out: Path) -> dict[str, lis
     alone = load_config(file, [f"algorithm.name={entry.group['alone']}"]).algorithm["eta"]
     kinds = {OWN: ["data.validation="]}
     if entry.method != entry.group["alone"]:
-        kinds[BEST] = ["data.validation=", "evaluation.personalize=best", f"evaluation.alone_rate={alone}", *study.get("best", ())]
+        choice = ["evaluation.personalize=best", f"evaluation.alone_rate={alone}", *study.get("best", ())]
+        kinds[BEST] = ["data.validation=", *choice]
     return {
         kind: [
             Cell(
@@ -254,7 +255,7 @@ def criteria(finished: Mapping[str, Mapping[str, Row]]) -> list[str]:
 def _samples(group: Group) -> float:
     """Return how many training samples the clients have on average."""
     card = json.loads((group.runs[0].path / FEDERATION).read_text(encoding="utf-8"))
-    return statistics.mean(card["train_size"])
+    return statistics.mean(map(int, card["train_size"]))
 
 
 def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Row]], out: Path, command: str) -> list[str]:

@@ -19,7 +19,6 @@ from tdpfed.algorithms.base import held_out_of
 from tdpfed.cli import app, main
 from tdpfed.config import load_config
 from tdpfed.core.draws import HeldOut, Stream, key, own_indices, permute
-from tdpfed.core.state import Turn
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.snapshot import restore, snapshot_of

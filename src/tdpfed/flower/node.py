@@ -256,7 +256,7 @@ class Node:
 
     def _local(self, turn: Turn) -> PlainLocal:
         """Return the local work of a turn: the same draws as in simulation, from this node's own samples."""
-        data, objective, algorithm = self.data, self.side.objective, self._algorithm(turn.round)
+        data, objective, algorithm = self.data, self.side.objective, self._algorithm(int(turn.round))
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
         held_out, length, draws = self._held_out(size), algorithm.batch_size, algorithm.draws
         passing = None if self.side.algorithm.epochs is None else int(size - held_out.sizes_in(size, turn.round))
