@@ -2,7 +2,8 @@
 
 ``python docs/generate.py`` renews the reference of every configuration key, every command and every Python name, below
 the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, the tables of ``what-works.md``, and the
-measured numbers of README, docs and results (``figures.py``). ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
+measured numbers of README, docs and results (``figures.py``). ``python docs/generate.py --check`` changes nothing and
+exits with 1 if a page is out of date.
 """
 
 import json
