@@ -15,7 +15,8 @@ from tdpfed.models import MODELS, build, from_spec
 # The smallest comfortable input of each model.
 TEXT = [name for name, entry in MODELS.items() if entry.tokens]
 FLAT = ["logistic", *TEXT]
-SMALL = {name: (5,) if name in FLAT else (1, 32, 32) if name.startswith("vgg8") else (1, 8, 8) for name in MODELS}
+SIDES = {"cnn": 16, "vgg8": 32, "vgg8-gn": 32}
+SMALL = {name: (5,) if name in FLAT else (1, SIDES.get(name, 8), SIDES.get(name, 8)) for name in MODELS}
 RECURRENT = ("lstm", "gru")  # vmap, torch.export and torch.compile do not take their layers
 
 
@@ -36,8 +37,18 @@ def shapes(model: nn.Module, kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_registry_names() -> None:
-    images = {"logistic", "dnn", "lenet", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
+    images = {"logistic", "dnn", "lenet", "cnn", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
     assert set(MODELS) == images | set(TEXT) == images | {"lstm", "gru", "text-transformer"}
+
+
+def test_the_network_of_pfllibs_benchmark() -> None:
+    """Its page prints 582,026 parameters."""
+    model = build("cnn")
+    assert sum(one.numel() for one in model.parameters()) == 582_026
+    assert shapes(model, "weight") == {
+        "conv1.weight": (32, 1, 5, 5), "conv2.weight": (64, 32, 5, 5), "fc1.weight": (512, 1024),
+        "fc2.weight": (10, 512),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -57,6 +68,8 @@ def test_defaults(name: str) -> None:
         ("dnn", (3, 5, 7)),
         ("lenet", (1, 4, 4)),
         ("lenet", (3, 9, 14)),
+        ("cnn", (1, 16, 16)),
+        ("cnn", (3, 32, 28)),
         ("vgg8", (1, 32, 32)),
         ("vgg8", (3, 40, 64)),
         ("vgg8-gn", (3, 40, 64)),

@@ -77,7 +77,7 @@ def next_personalized(before: Simulation, algorithm: Algorithm, **options: Any) 
 @pytest.mark.parametrize("model", small.MODELS)
 @pytest.mark.parametrize("name", STARTS)
 def test_a_round_that_trains_nothing_ends_where_it_began(name: str, model: str) -> None:
-    method = STARTS[name]
+    method: Any = STARTS[name]
     before = small.train(method, 3, model=model)
     start, own = before.received(EVERYBODY), before.personalized().clone()
     end = next_personalized(before, replace(method, eta=NOTHING), model=model)

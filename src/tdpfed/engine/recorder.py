@@ -25,6 +25,9 @@ T = TypeVar("T")
 PERSONALIZED, LOCAL, GLOBAL, VALIDATION = "personalized", "local", "global", "validation"
 RECEIVED = "received"
 
+Known = tuple[evaluate.Score, Callable[[slice], Tensor]]
+"""The scores of the evaluated clients' models, and the function that returns these models for a range of clients."""
+
 AT_ONCE = 256
 """Clients whose models are compared at a time."""
 
@@ -73,7 +76,7 @@ class Recorder:
         if shipped is not None:
             scores[GLOBAL] = self._score(self.evaluated, lambda _: shipped)
         if self.received and receive is not None:
-            known = [(scores[PERSONALIZED], personalized)]
+            known: list[Known] = [(scores[PERSONALIZED], personalized)]
             known += [] if shipped is None else [(scores[GLOBAL], lambda _: shipped)]
             scores[RECEIVED] = self._received(mine, receive, known)
         if self.held_out is not None:
@@ -164,12 +167,7 @@ class Recorder:
         data = self.federation
         return replace(data, test_start=data.train_start, test_size=data.train_size)
 
-    def _received(
-        self,
-        mine: Tensor,
-        receive: Callable[[Tensor], Tensor],
-        known: Sequence[tuple[evaluate.Score, Callable[[slice], Tensor]]],
-    ) -> evaluate.Score:
+    def _received(self, mine: Tensor, receive: Callable[[Tensor], Tensor], known: Sequence[Known]) -> evaluate.Score:
         """Evaluate the models with which clients begin a round; ``known`` are the scores of models that may be equal.
 
         A few clients are computed at a time, and those whose model has a score are not evaluated again.
@@ -185,7 +183,7 @@ class Recorder:
                 left &= ~same
             others = left.nonzero().flatten()
             rows = theta[others.to(theta.device)]
-            found.append((others, self._part(mine[some][others], lambda part, rows=rows: rows[part])))
+            found.append((others, self._part(mine[some][others], rows.__getitem__)))
             back = torch.cat([at for at, _ in found]).argsort()
             pieces.append({name: torch.cat([part[name] for _, part in found])[back] for name in found[0][1]})
         parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else None
