@@ -93,7 +93,12 @@ def cells_of(study: Mapping[str, Any], entry: Entry, out: Path) -> dict[str, lis
     alone = load_config(file, [f"algorithm.name={entry.group['alone']}"]).algorithm["eta"]
     kinds = {OWN: ["data.validation="]}
     if entry.method != entry.group["alone"]:
-        kinds[BEST] = ["data.validation=", "evaluation.personalize=best", f"evaluation.alone_rate={alone}", *study.get("best", ())]
+        kinds[BEST] = [
+            "data.validation=",
+            "evaluation.personalize=best",
+            f"evaluation.alone_rate={alone}",
+            *study.get("best", ()),
+        ]
     return {
         kind: [
             Cell(
