@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, default=None, help="folder of MNIST")
     parser.add_argument("--only", default="", help="runs whose names contain this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--ignore", action="append", default=["previous", "sha256"], help="key of the records that is not compared")
+    parser.add_argument("--ignore", action="append", default=[], help="key of the records that is not compared")
     options = parser.parse_args()
     names = [name for name in RUNS if options.only in name]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
