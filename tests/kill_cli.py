@@ -113,8 +113,8 @@ def wait(process: "subprocess.Popen[bytes]", until: Callable[[], bool]) -> None:
 
 
 def saves(folder: Path) -> int:
-    """The number of the newest checkpoint."""
-    return max((int(path.stem) for path in folder.glob("checkpoints/*.json")), default=0)
+    """The round of the newest checkpoint."""
+    return max((int(path.stem.removeprefix("checkpoint-")) for path in folder.glob("checkpoints/*.json")), default=0)
 
 
 def parts(folder: Path) -> list[Path]:

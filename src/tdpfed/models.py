@@ -1,7 +1,8 @@
 """Models by name, for any input shape and class count: the paper's DNN and VGG8 (Table I), others for images or text.
 
 Each model is a pure function of its parameters: no dropout, no BatchNorm, no buffers. So it works unchanged with
-``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``.
+``functional_call``, ``vmap(grad(...))`` over stacked clients, ``torch.export`` and ``torch.compile``; but for ``lstm``
+and ``gru``, whose layers PyTorch takes in the first of these only.
 """
 
 import importlib
@@ -128,23 +129,27 @@ def _linear_layers(*sizes: int) -> dict[str, nn.Module]:
     return layers
 
 
-def _convnet(widths: Sequence[int], kernel: int, hidden: Sequence[int], norm_groups: int = 0) -> Factory:
+def _convnet(
+    widths: Sequence[int], kernel: int, hidden: Sequence[int], norm_groups: int = 0, padded: bool = True
+) -> Factory:
     """Return a factory of ``conv1, conv2, ...``, each with ReLU and 2x2 max-pooling, followed by linear layers.
 
-    With ``norm_groups``, a GroupNorm with that many groups precedes each ReLU of a convolution.
+    With ``norm_groups``, a GroupNorm with that many groups precedes each ReLU of a convolution. Without padding a
+    convolution's output is smaller than its input.
     """
 
     def factory(shape: Shape, classes: int) -> nn.Module:
         channels, height, width = shape
         layers: dict[str, nn.Module] = {}
         for i, (inputs, outputs) in enumerate(pairwise((channels, *widths)), start=1):
-            layers[f"conv{i}"] = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2)
+            layers[f"conv{i}"] = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2 if padded else 0)
             if norm_groups:
                 layers[f"conv{i}_norm"] = nn.GroupNorm(norm_groups, outputs)
             layers[f"conv{i}_relu"] = nn.ReLU()
             layers[f"conv{i}_pool"] = nn.MaxPool2d(2)
-        shrink = 2 ** len(widths)
-        features = widths[-1] * (height // shrink) * (width // shrink)
+        for _ in widths:
+            height, width = ((side - (0 if padded else kernel - 1)) // 2 for side in (height, width))
+        features = widths[-1] * height * width
         return _chain(**layers, **_linear_layers(features, *hidden, classes))
 
     return factory
@@ -322,6 +327,7 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "logistic": ModelEntry(_perceptron(), (60,), 10, None),
         "dnn": ModelEntry(_perceptron(100), (1, 28, 28), 10, None),
         "lenet": ModelEntry(_convnet((6, 16), 5, (120, 84)), (1, 28, 28), 10, 4),
+        "cnn": ModelEntry(_convnet((32, 64), 5, (512,), padded=False), (1, 28, 28), 10, 16),
         "vgg8": ModelEntry(_vgg8(), (3, 32, 32), 10, 32),
         "vgg8-gn": ModelEntry(_vgg8(norm_groups=8), (3, 32, 32), 10, 32),
         "resnet8": ModelEntry(_resnet((16, 32, 64), 1), (3, 32, 32), 10, 4),

@@ -118,7 +118,7 @@ BAD = {
     "shape no numbers": (["vgg8", "--input-shape", "a,b"], ["--input-shape", "'a'", "whole number"]),
     "shape too small": (["vgg8", "--input-shape", "3,8,8"], ["input_shape", "8", "at least 32"]),
     "shape negative": (["dnn", "--input-shape", "-5"], ["input_shape", "-5", "at least 1"]),
-    "one class": (["dnn", "--classes", "1"], ["classes", "1", "at least 2"]),
+    "no class": (["dnn", "--classes", "0"], ["classes", "0", "at least 1"]),
     "batch norm": (["own_models:normed"], ["'1'", "BatchNorm2d", "GroupNorm"]),
     "own code fails": (["own_models:broken"], ["own_models:broken", "two lines", "Allowed"]),
     "no such module": (["no_such_module:make"], ["no_such_module:make", "Allowed"]),

@@ -84,7 +84,7 @@ def test_it_is_compared_with_others() -> None:
     assert done.exit_code == 0, done.output
     made = json.loads(done.stdout)
     assert [row["algorithm"] for row in made["rows"]] == ["fedavg", "ditto", "ditto"]
-    assert [row["method"] for row in made["rows"]] == ["fedavg", "ditto, lam 0.5", "ditto, lam 1"]
+    assert [row["method"] for row in made["rows"]] == ["FedAvg", "Ditto, lam 0.5", "Ditto, lam 1"]
     assert {path.name for path in Path(made["folder"]).iterdir() if path.is_dir()} == {
         "fedavg-seed0", "users_methods_Ditto-lam=0.5-seed0", "users_methods_Ditto-lam=1-seed0",
     }  # fmt: skip

@@ -32,7 +32,7 @@ def test_every_key_is_listed_once_with_its_default_and_meaning(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
-        ("data.partition", "iid, classes, classes-in-turn, dirichlet, natural"),
+        ("data.partition", "iid, classes, classes-in-turn, classes-in-groups, dirichlet, natural"),
         ("data.test_fraction", "number > 0, < 1"),
         ("run.rounds", "whole number ≥ 1"),
         ("robust.clip", "number > 0 or median"),

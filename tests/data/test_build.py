@@ -38,6 +38,12 @@ def test_options_reach_their_stage() -> None:
     assert all(len(mine) == 3 for mine in held(make_federation(per_client=3, **base)))
     turns = held(make_federation(partition="classes-in-turn", **{**base, "clients": 10}))
     assert [set(mine) for mine in turns] == [{k, (k + 1) % 10} for k in range(10)]
+    groups = held(make_federation(partition="classes-in-groups", **{**base, "clients": 10}))
+    assert [set(mine) for mine in groups] == [{2 * (k // 2), 2 * (k // 2) + 1} for k in range(10)]
+    skew = [sizes(make_federation(partition="dirichlet", alpha=0.1, capped=capped, **base)) for capped in (False, True)]
+    assert np.std(skew[1]) < np.std(skew[0])
+    with pytest.raises(TDPFedError, match=r"capped: True with partition 'classes'; allowed: with dirichlet"):
+        make_federation(capped=True, **base)
     capped = make_federation(max_samples=40, test_fraction=0.5, normalize="unit", dtype=torch.float64, **base)
     assert sizes(capped) == [40] * 5
     assert capped.test_size.tolist() == [20] * 5

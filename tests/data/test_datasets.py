@@ -222,7 +222,7 @@ GOOD = {"x": np.ones((3, 2)), "y": np.array([0, 1, 1])}
         ),
         ({"x": np.array([[1.0, 2], [3, 4], [5, np.inf]])}, "x of .*NaN or infinite in sample 2"),
         ({"x": np.ones((0, 2)), "y": np.ones(0, int)}, "y of .*0 values"),
-        ({"y": np.array([0.0, 1, 1])}, "y of .*float64; allowed: whole numbers"),
+        ({"y": np.array([0.0, np.inf, 1])}, "y of .*NaN or infinite"),
         ({"y": np.array([0, 1])}, r"y of .*shape \(2,\); allowed: one value for each of the 3 samples"),
         ({"y": np.array([0, -1, 1])}, "labels from -1 to 1; expected labels from 0 to 1"),
         ({"test_mask": np.array([0, 1, 1])}, "test_mask of .*int64; allowed: true or false"),

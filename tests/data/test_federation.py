@@ -157,7 +157,12 @@ def test_unit_and_none() -> None:
     assert sorted(set(parted(bytes_, "unit").x.flatten().tolist())) == [0, 0.2, 1]
     assert sorted(set(parted(bytes_, "none").x.flatten().tolist())) == [0, 51, 255]
     assert sorted(set(parted(bytes_ / 255, "unit", torch.float32).x.flatten().tolist())) == pytest.approx([0, 0.2, 1])
+    assert sorted(set(parted(bytes_, "symmetric").x.flatten().tolist())) == pytest.approx([-1, -0.6, 1])
+    floats = parted(bytes_ / 255, "symmetric", torch.float32)
+    assert sorted(set(floats.x.flatten().tolist())) == pytest.approx([-1, -0.6, 1])
     assert bytes_.dtype == torch.uint8
+    with pytest.raises(TDPFedError, match="normalize: 'symmetric' with values from 0 to 255; allowed: bytes or"):
+        parted(bytes_.float(), "symmetric")
     with pytest.raises(TDPFedError, match="normalize: 'unit' with values from 0 to 255; allowed: bytes or"):
         parted(bytes_.float(), "unit")
     with pytest.raises(TDPFedError, match=r"normalize: unknown 'standart'.*did you mean 'standard'"):
@@ -248,7 +253,8 @@ def test_what_was_applied_is_kept_and_gives_the_same_bits(
     order = [i for test in (False, True) for k in range(3) for i in range(90) if i % 3 == k and bool(mask[i]) == test]
     assert torch.equal(applied.apply(x[order], dtype), fed.x)
     assert applied.kind == normalize
-    assert applied.changes == (normalize in ("standard", "feature") or (normalize == "unit" and kind == torch.uint8))
+    always = normalize in ("standard", "feature", "symmetric")
+    assert applied.changes == (always or (normalize == "unit" and kind == torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spoil import mutated
 from tdpfed.data import make_federation
 from tdpfed.errors import TDPFedError
 
@@ -41,28 +42,6 @@ def parquet(path: Path) -> bytes:
         pyarrow.table(columns | {"client": [f"ward {k}" for k in found["client_ids"]]}), path
     )
     return path.read_bytes()
-
-
-def mutated(content: bytes, random: Random) -> bytes:
-    """Flip bits, set bytes and words to extremes, cut, repeat or move a part: one or a few of these."""
-    data = bytearray(content)
-    for _ in range(random.choice([1, 1, 2, 4])):
-        place, count = random.randrange(len(data)), random.choice([1, 2, 4, 8])
-        kind = random.randrange(6)
-        if kind == 0:
-            data[place] ^= 1 << random.randrange(8)
-        elif kind == 1:
-            data[place : place + count] = random.choice([b"\0", b"\xff", b"\x7f", b"\x80"]) * count
-        elif kind == 2:
-            del data[place : place + count]
-        elif kind == 3:
-            data[place:place] = data[place : place + count]
-        elif kind == 4:
-            data[place:place] = random.randbytes(count)
-        else:
-            data = data[: max(1, place)] if random.random() < 0.3 else data
-            data[place : place + count] = random.choice([b"9", b"0", b"-", b"1", b"(", b"'"]) * count
-    return bytes(data)
 
 
 def refused(path: Path) -> str | None:
@@ -224,8 +203,8 @@ ODD: dict[str, dict[str, Any]] = {
     "labels below 0": {"y": np.arange(24) - 1},
     "labels of billions": {"y": np.arange(24) * 10**9},
     "labels at the end of the range": {"y": np.full(24, 2**64 - 1, np.uint64)},
-    "labels with fractions": {"y": np.zeros(24)},
-    "labels in two dimensions": {"y": np.zeros((24, 1), int)},
+    "targets that are infinite": {"y": np.full(24, np.inf)},
+    "tokens below 0": {"y": np.full((24, 3), -1)},
     "owners with fractions": {"client_ids": np.zeros(24)},
     "owners that are too few": {"client_ids": np.arange(23)},
     "a mask of numbers": {"test_mask": np.arange(24)},

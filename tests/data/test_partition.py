@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from tdpfed.data import partition
 from tdpfed.data.partition import (
     bounded,
+    class_groups,
     classes,
     dirichlet,
     generator,
@@ -119,6 +120,64 @@ def test_classes_in_turn_share_their_samples_by_the_seed() -> None:
     assert [len(part) for part in one] != [len(part) for part in other]
     with pytest.raises(TDPFedError, match=r"8 with 2 classes each in turn leave .*; allowed: 9 clients or more"):
         classes(labels, 8, 2, 0, in_turn=True)
+
+
+def test_class_groups_are_dealt_in_order() -> None:
+    """Ten classes, twenty clients, two each: four clients share classes 0 and 1, the next four 2 and 3, and so on."""
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 700))
+    parts = class_groups(labels, 20, 2, seed=0)
+    assert_dealt_once(parts, len(labels))
+    assert [set(labels[part].tolist()) for part in parts] == [{2 * (k // 4), 2 * (k // 4) + 1} for k in range(20)]
+    sizes = np.array([[(labels[part] == c).sum() for c in sorted(set(labels[part].tolist()))] for part in parts])
+    first, last = sizes.reshape(5, 4, 2)[:, :3], sizes.reshape(5, 4, 2)[:, 3]
+    assert first.min() >= 17
+    assert first.max() < 175
+    assert last.min() >= 175  # they get what is left
+    assert same(parts, class_groups(labels, 20, 2, seed=0))
+    assert not same(parts, class_groups(labels, 20, 2, seed=1))
+
+
+@given(labels=labeled(per_class=21), clients=st.integers(1, 20), per_client=st.integers(1, 7), seed=seeds)
+def test_class_groups_of_any_size(labels: NDArray[np.int64], clients: int, per_client: int, seed: int) -> None:
+    there = len(np.unique(labels))
+    assume(per_client <= there)
+    each = -(-clients * per_client // there)
+    if -(-clients // each) * per_client < there:  # every group of clients takes as many classes
+        with pytest.raises(TDPFedError, match="clients: "):
+            class_groups(labels, clients, per_client, seed)
+        return
+    parts = class_groups(labels, clients, per_client, seed)
+    assert_dealt_once(parts, len(labels))
+    held = [set(labels[part].tolist()) for part in parts]
+    assert all(len(one) <= per_client for one in held)
+    assert all(sum(c in one for one in held) <= each for c in range(there))
+
+
+@pytest.mark.parametrize(
+    ("clients", "per_client", "message"),
+    [
+        (4, 2, r"clients: 4 with 2 classes each in groups of 1 leave class 8"),
+        (7, 3, r"clients: 7 with 3 classes each in groups of 3 leave class 9 without a client"),
+        (4, 11, "classes per client: 11; allowed: 1 to 10"),
+        (30, 2, "clients: 30 put 6 clients on class 0"),
+    ],
+)
+def test_class_groups_that_cannot_be_dealt(clients: int, per_client: int, message: str) -> None:
+    with pytest.raises(TDPFedError, match=message):
+        class_groups(np.repeat(np.arange(10), 5), clients, per_client, 0)
+
+
+def test_capped_dirichlet_gives_no_more_classes_to_a_client_with_an_average_share() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 700))
+    for seed in range(5):
+        parts = dirichlet(labels, 20, 0.1, seed, capped=True)
+        assert_dealt_once(parts, len(labels))
+        counts = np.array([[(labels[part] == c).sum() for c in range(10)] for part in parts])
+        before = np.cumsum(counts, 1) - counts
+        assert not (counts[before >= 350]).any()
+        free = np.array([len(part) for part in dirichlet(labels, 20, 0.1, seed)])
+        assert np.std(counts.sum(1)) < np.std(free)
+    assert_dealt_once(dirichlet(labels, 5, 1e-3, 0, capped=True), len(labels))
 
 
 def test_classes_reaches_the_least_number_under_strong_skew() -> None:

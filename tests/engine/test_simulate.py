@@ -176,11 +176,11 @@ class Reshaping(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 2)), ["outputs of shape (2, 2)", "3 classes"]),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 2)), ["outputs of shape (2,) for a sample", "3 classes"]),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(35, 3)), ["inputs of shape (1, 6, 6)"]),
         (lambda: nn.Conv2d(3, 4, 3), ["inputs of shape (1, 6, 6)"]),
-        (lambda: nn.Conv2d(1, 3, 3), ["outputs of shape (2, 3, 4, 4)"]),
-        (lambda: Reshaping(5, 3), ["outputs of shape (2, 5, 3)"]),
+        (lambda: nn.Conv2d(1, 3, 3), ["outputs of shape (3, 4, 4) for a sample"]),
+        (lambda: Reshaping(5, 3), ["outputs of shape (5, 3) for a sample"]),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3)), ["'2'", "BatchNorm1d", "GroupNorm"]),
         (nn.Flatten, ["no parameter requires a gradient"]),
     ],
@@ -201,7 +201,8 @@ def test_a_model_that_does_not_fit_the_data(model: Any, words: list[str]) -> Non
         ({"chunk": True}, ["chunk", "True", "at least 1"]),
         ({"participation": 3}, ["participation", "3", "Participation"]),
         ({"federation": (torch.zeros(90, 9), torch.zeros(90))}, ["federation", "a tuple", "Federation"]),
-        ({"loss": "mse"}, ["loss", "'mse'", "function"]),
+        ({"loss": "mse"}, ["task.loss", "'mse'", "'cross_entropy' or 'bce'"]),
+        ({"loss": 3}, ["loss", "3", "function"]),
         ({"rounds": 0}, ["rounds", "0", "at least 1"]),
         ({"evaluate_every": 0}, ["evaluate_every", "0", "at least 1"]),
     ],
@@ -231,8 +232,11 @@ def test_a_loss_of_ones_own_may_use_other_outputs() -> None:
     def squared(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs[:, 0] - targets).square().mean()
 
+    def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] - targets).abs().mean()
+
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 1))
-    result = simulate(model, small.federation(), FedAvg(**FAST, eta=0.01), 5, loss=squared)
+    result = simulate(model, small.federation(), FedAvg(**FAST, eta=0.01), 5, loss=squared, metrics=[distance])
     losses = [record.personalized_loss for record in result.records]
     assert losses[0] is not None
     assert losses[-1] is not None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from test_flower_run import with_wire
 
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.flower.node import Node
-from tdpfed.flower.settings import WEIGHT_CAP, rule_of
+from tdpfed.flower.settings import WEIGHT_CAP, read_settings, rule_of
 from tdpfed.runs import checkpoints
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.server.round import ServerRound
@@ -196,3 +197,27 @@ def test_records_lost_on_the_server_are_named(tmp_path: Path, caplog: pytest.Log
     file.write_text(file.read_text().splitlines(keepends=True)[1])
     case.run()
     assert any(message.startswith("tdpfed: metrics.jsonl: ") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("name", ["flower.json", "config.toml"])
+@pytest.mark.parametrize("content", [None, "a = " + "[" * 5000, "[" * 5000, "[run]\nrounds = " + "9" * 5000])
+def test_a_file_of_the_servers_folder_that_was_made_to_do_harm_is_named(
+    tmp_path: Path, name: str, content: str | None
+) -> None:
+    case = Case(tmp_path, *QUICK, "checkpoint.every=1")
+    case.run(changed={"run.rounds": 1})
+    file = tmp_path / "run" / name
+    file.unlink()
+    if content is None:
+        os.mkfifo(file)  # nobody waits for it
+    else:
+        file.write_text(content)
+    with pytest.raises(TDPFedError, match=name):
+        case.run()
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "[0x" + "f" * 5000 + "]", "{" + "a." * 5000 + "a = 1}", "[1", "{}}"])
+def test_a_list_in_an_app_s_settings_that_was_made_to_do_harm_is_named(value: str) -> None:
+    with pytest.raises(TDPFedError, match=r"^algorithm\.include") as error:
+        read_settings({"algorithm.include": value})
+    assert len(str(error.value)) < 3000

@@ -95,6 +95,21 @@ def test_settings_of_a_row_are_those_it_names() -> None:
         assert cell.config.algorithm[words.get(key, key)] == float(value)
 
 
+def test_figures_of_losses_name_the_loss_that_they_show(tmp_path: Path) -> None:
+    """That on all training samples, of the model a curve is named after; without it, that on the last minibatch."""
+    few = [*SMALL, "data.max_samples=20"]
+    for given, shown in (([], "training loss"), (["run.train_loss=false"], "loss on the last minibatch")):
+        folder = tmp_path / shown
+        (figure,) = [
+            file
+            for file in run(folder, figures=(3,), rounds=1, seeds=1, more=[*few, *given])[0]
+            if "figure" in file.name
+        ]
+        assert f">{shown}</text>" in figure.read_text()
+        record = json.loads((folder / "runs/fedavg-seed0/metrics.jsonl").read_text().splitlines()[-1])
+        assert ("personalized_train_loss" in record) == (not given)
+
+
 def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Path) -> None:
     files, outcomes = run(tmp_path, tables=(1, 2), figures=(2, 3))
     names = {file.name for file in files}

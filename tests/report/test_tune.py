@@ -238,7 +238,7 @@ def test_compare_and_run_take_the_file() -> None:
     done = CliRunner().invoke(app, ["compare", file, "--algorithms", "fedavg,ditto", "--seeds", "1", "--json"])
     assert done.exit_code == 0, done.output
     (etas,) = {tuple(read_run(Path(path)).setting("algorithm.eta") for path in row["runs"])
-               for row in json.loads(done.stdout)["rows"] if row["method"] == "fedavg"}  # fmt: skip
+               for row in json.loads(done.stdout)["rows"] if row["method"] == "FedAvg"}  # fmt: skip
     assert etas == (load_config(file, ["algorithm.name=fedavg"]).algorithm["eta"],)
 
 
@@ -292,3 +292,27 @@ def test_a_folder_with_other_trials_is_refused() -> None:
     done = call(*FAST, "--set", "algorithm.batch_size=3", "--algorithms", "fedavg", "--trials", "1", "--out", "out")
     assert isinstance(done.exception, TDPFedError)
     assert "--out: " in str(done.exception)
+
+
+@pytest.mark.hostile
+def test_a_trial_whose_records_are_lost_or_cut_counts_as_failed() -> None:
+    given = [
+        "digits",
+        "--algorithms",
+        "fedavg",
+        "--trials",
+        "2",
+        "--seeds",
+        "1",
+        *FAST,
+        "--set",
+        "run.evaluate_every=1",
+    ]
+    whole = tuned("out", *given)
+    file = Path("out/fedavg-trial1-seed1000/metrics.jsonl")
+    lines = file.read_text().splitlines(keepends=True)
+    for kept in ([], lines[:1]):
+        file.write_text("".join(kept))
+        rows = tuned("out", *given)["trials"]
+        assert [row["validation_accuracy"] for row in rows] == [whole["trials"][0]["validation_accuracy"], None]
+        assert [row["chosen"] for row in rows] == [True, False]

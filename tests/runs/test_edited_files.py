@@ -38,6 +38,15 @@ def silent(simulation: Any, rounds: int, records: Any) -> Any:
     yield lambda _: None
 
 
+@contextmanager
+def stopping(simulation: Any, rounds: int, records: Any) -> Any:
+    def on_round(current: Any) -> None:
+        if current.round == 4:
+            raise KeyboardInterrupt
+
+    yield on_round
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with privacy."""
@@ -46,20 +55,32 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with privacy that was stopped after four of five rounds."""
+    path = tmp_path_factory.mktemp("interrupted") / "run"
+    Session.begin(load_config("digits", SETTINGS), path, None).run(stopping)
+    return path
+
+
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def privacy_reported(path: Path) -> tuple[Any, list[str]]:
+Read = Callable[[Path], tuple[dict[str, Any], list[str]]]
+
+
+def privacy_reported(path: Path) -> tuple[dict[str, Any], list[str]]:
     """What a report says about privacy, and its notes."""
     found = read_run(path)
-    settings = [found.setting(f"privacy.{key}") for key in ("clip", "noise", "delta", "epsilon")]
-    said = [found.figures["epsilon"], found.figures["delta"], found.status, found.series["epsilon"], settings]
-    return [*said, found.series["round"], found.figures["rounds"]], list(found.notes)
+    figures = {key: found.figures[key] for key in ("epsilon", "delta", "rounds")}
+    series = {key: list(found.series[key]) for key in ("round", "epsilon")}
+    settings = {key: found.setting(f"privacy.{key}") for key in ("clip", "noise", "delta", "epsilon")}
+    return {**figures, "series": series, "settings": settings, "status": found.status}, list(found.notes)
 
 
-def privacy_resumed(path: Path) -> tuple[Any, list[str]]:
+def privacy_resumed(path: Path) -> tuple[dict[str, Any], list[str]]:
     """What a resumed run says about privacy in the end, and its warnings."""
     session = Session.resume(path, None)
     try:
@@ -67,17 +88,22 @@ def privacy_resumed(path: Path) -> tuple[Any, list[str]]:
         summary = session.run(silent)
     finally:
         session.folder.release()
-    said = [summary["epsilon"], summary["delta"], summary["status"], summary["rounds"]]
-    return [*said, [record.epsilon for record in session.records]], warnings
+    figures = {key: summary[key] for key in ("epsilon", "delta", "rounds", "status")}
+    return {**figures, "series": [record.epsilon for record in session.records]}, warnings
 
 
-def noticed(path: Path, read: Callable[[Path], tuple[Any, list[str]]], expected: Any) -> bool:
-    """Whether a changed folder says the same about privacy, that something is wrong, or that it has not ended."""
+def noticed(path: Path, read: Read, expected: dict[str, Any]) -> bool:
+    """Whether a changed folder says the same about privacy, or that something is wrong.
+
+    A run whose summary is gone has not ended, for all that anybody can know; what it has spent must be the same.
+    """
     try:
         said, notes = read(path)
     except TDPFedError:
         return True
-    return bool(notes) or said == expected or IN_PROGRESS in said
+    if said["status"] == IN_PROGRESS:
+        said |= {key: expected[key] for key in ("status", "delta")}
+    return bool(notes) or said == expected
 
 
 def edits(content: bytes, random: Random, count: int) -> list[bytes]:
@@ -99,30 +125,145 @@ def edits(content: bytes, random: Random, count: int) -> list[bytes]:
     return [other for other in made if other != content]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(60, marks=pytest.mark.slow)])
+STATES = ["finished", "interrupted", "killed"]
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_no_file_can_be_edited_so_that_the_privacy_report_changes_unnoticed(
-    finished: Path, tmp_path: Path, count: int
+    finished: Path, interrupted: Path, tmp_path: Path, count: int, state: str
 ) -> None:
-    expected = {
-        read: read(shutil.copytree(finished, tmp_path / read.__name__)) for read in (privacy_reported, privacy_resumed)
-    }
+    original = shutil.copytree(finished if state == "finished" else interrupted, tmp_path / "original")
+    if state == "killed":
+        (original / "summary.json").unlink()
+    reads: list[Read] = [privacy_reported, privacy_resumed]
+    expected = {read: read(shutil.copytree(original, tmp_path / read.__name__)) for read in reads}
     assert not any(notes for _, notes in expected.values())
-    names = sorted(str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file())
-    assert len(names) >= 9  # configuration, records, summary, and two checkpoints of three files
+    names = sorted(str(path.relative_to(original)) for path in original.rglob("*") if path.is_file())
+    assert len(names) == 10 - (state == "killed")  # configuration, data, records, summary; two checkpoints of three
     random, tried = Random(0), 0
     for name in names:
-        content = (finished / name).read_bytes()
-        for other in [None, *edits(content, random, count)]:
+        content = (original / name).read_bytes()
+        made = [*edits(content, random, count), *forgeries(name, content, random, 3 * count)]
+        for other in [None, *(made if count > 1 else random.sample(made, 4))]:
             for read, (said, _) in expected.items():
                 shutil.rmtree(tmp_path / "run", ignore_errors=True)
-                path = shutil.copytree(finished, tmp_path / "run")
+                path = shutil.copytree(original, tmp_path / "run")
                 if other is None:
                     (path / name).unlink()
                 else:
                     (path / name).write_bytes(other)
                 assert noticed(path, read, said), (name, read.__name__, other)
                 tried += 1
-    assert tried > 20 * count
+    assert tried >= 10 * len(names)
+
+
+def forgeries(name: str, content: bytes, random: Random, count: int) -> list[bytes]:
+    """The content with other values, and its own checksums computed again: what an edit by somebody who knows them is.
+
+    Files without checksums have none to compute: for these see :func:`edits`.
+    """
+    if name.endswith((".toml", ".safetensors")):
+        return []
+    rows = [json.loads(line) for line in (content.splitlines() if name.endswith(".jsonl") else [content])]
+    made = []
+    for place in random.sample(places_in(rows), min(count, len(places_in(rows)))):
+        changed = json.loads(json.dumps(rows))
+        *path, last = place
+        inner = changed
+        for key in path:
+            inner = inner[key]
+        inner[last] = random.choice([0, 1, 2, 0.125, 1e-9, "finished", None])
+        made.append(changed)
+    if len(rows) > 1:
+        made += [rows[:-1], rows[1:], [row | {"epsilon": 0.125} for row in rows]]
+    return [summed(name, changed) for changed in made]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the places of all numbers, texts and null in JSON, but for checksums of their own, which come last."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = [
+        place
+        for key, one in items
+        if len(path) > 1 or key not in ("sha256", "previous")
+        for place in places_in(one, (*path, key))
+    ]
+    return inner if isinstance(value, dict | list) else [path]
+
+
+def summed(name: str, rows: list[dict[str, Any]]) -> bytes:
+    """Return rows as the content of a file, with checksums that fit."""
+    plain = [{key: value for key, value in row.items() if key not in ("sha256", "previous")} for row in rows]
+    if not name.endswith(".jsonl"):
+        return sealed(json.dumps(plain[0])).encode()
+    lines, tail = [], Tail()
+    for row in plain:
+        line, tail = linked(row, tail)
+        lines.append(line + "\n")
+    return "".join(lines).encode()
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("epsilon", 0.125), ("epsilon", 99.0), ("epsilon", None), ("delta", 1e-9), ("delta", None)]
+)
+def test_a_summary_that_is_edited_and_sealed_again_contradicts_another_file(
+    finished: Path, interrupted: Path, tmp_path: Path, state: str, key: str, value: float | None
+) -> None:
+    path = shutil.copytree(finished if state == "finished" else interrupted, tmp_path / "run")
+    assert read_run(path).notes == []
+    (path / "summary.json").write_bytes(
+        summed("summary.json", [json.loads((path / "summary.json").read_text()) | {key: value}])
+    )
+    assert any(f"{key} {value}" in note for note in read_run(path).notes)
+
+
+@pytest.mark.parametrize("summary", [True, False])
+def test_records_of_a_run_that_goes_on_are_those_its_checkpoint_knows(
+    interrupted: Path, tmp_path: Path, summary: bool
+) -> None:
+    """Also if they are edited with all their sums, or if the last ones are cut off."""
+    path = shutil.copytree(interrupted, tmp_path / "run")
+    if not summary:
+        (path / "summary.json").unlink()
+    file = path / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for changed in ([row | {"epsilon": 0.125, "seconds": 1.0} for row in rows], rows[:-1], rows[1:]):
+        file.write_bytes(summed(file.name, changed))
+        assert any("metrics.jsonl was changed" in note for note in read_run(path).notes)
+
+
+def test_a_configuration_edited_while_the_run_goes_on_contradicts_its_checkpoint(
+    interrupted: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(interrupted, tmp_path / "run")
+    (path / "summary.json").unlink()
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(text.replace("noise = 2.0", "noise = 40.0"))
+    assert any("privacy.noise = 40.0" in note for note in read_run(path).notes)
+    (path / "config.toml").write_text(text.replace("rounds = 5", "rounds = 50"))  # this may differ
+    assert read_run(path).notes == []
+
+
+def test_a_checkpoint_of_another_round_than_its_name_says_is_not_resumed_from(run: Path) -> None:
+    file = max((run / "checkpoints").glob("*.json"))
+    values = json.loads(file.read_text())
+    values["meta"]["privacy"]["epsilon"] = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["epsilon"]
+    file.write_bytes(summed(file.name, [values | {"round": 2}]))
+    session = Session.resume(run, None)
+    assert session.simulation.round == 4
+    assert any("it is of round 2" in warning for warning in session.warnings)
+
+
+def test_the_summary_of_a_stopped_run_is_gone_once_it_goes_on(interrupted: Path, tmp_path: Path) -> None:
+    """So that a report never takes it for one that was changed."""
+    path = shutil.copytree(interrupted, tmp_path / "run")
+    assert read_run(path).status == "interrupted"
+    session = Session.resume(path, None)
+    assert (read_run(path).status, read_run(path).notes) == (IN_PROGRESS, [])
+    session.run(silent)
+    assert (read_run(path).status, read_run(path).notes) == ("finished", [])
 
 
 def test_an_epsilon_that_is_edited_and_sealed_again_still_contradicts_the_records(run: Path) -> None:

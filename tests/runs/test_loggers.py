@@ -29,7 +29,7 @@ def config(*names: str, more: tuple[str, ...] = ()) -> Config:
 
 def record(round_: int, **more: Any) -> Record:
     values = {
-        "round": round_, "loss": 1 / round_, "personalized_accuracy": 0.5, "local_accuracy": 0.5,
+        "round": round_, "minibatch_loss": 1 / round_, "personalized_accuracy": 0.5, "local_accuracy": 0.5,
         "global_accuracy": None, "personalized_loss": float("nan"), "global_loss": None, "client_accuracy": [0.5, None],
         "uplink_bytes": 100 * round_, "downlink_bytes": 0, "participants": 2, "seconds": 0.1 * round_,
     }  # fmt: skip
@@ -64,8 +64,8 @@ def events(path: Path) -> EventAccumulator:
 def test_only_numbers_are_scalars() -> None:
     values = scalars(record(3, diagnostics={"drift": 2.0, "bad": float("inf")}).as_dict())
     assert values == {
-        "loss": 1 / 3, "personalized_accuracy": 0.5, "local_accuracy": 0.5, "uplink_bytes": 300, "downlink_bytes": 0,
-        "participants": 2, "seconds": pytest.approx(0.3), "rejected": 0, "diagnostics/drift": 2.0,
+        "minibatch_loss": 1 / 3, "personalized_accuracy": 0.5, "local_accuracy": 0.5, "uplink_bytes": 300,
+        "downlink_bytes": 0, "participants": 2, "seconds": pytest.approx(0.3), "rejected": 0, "diagnostics/drift": 2.0,
     }  # fmt: skip
     assert scalars({"flag": True, "word": "x", "none": None, "list": [1]}) == {}
 
@@ -100,7 +100,7 @@ def test_a_missing_package_names_its_extra_before_anything_is_written(
 def test_tensorboard_has_what_the_run_has(tmp_path: Path) -> None:
     summary = run(tmp_path, config("tensorboard", "tensorboard"))
     found = events(tmp_path)
-    for name in ("personalized_accuracy", "loss", "uplink_bytes", "seconds"):
+    for name in ("personalized_accuracy", "minibatch_loss", "uplink_bytes", "seconds"):
         expected = [(line["round"], pytest.approx(line[name])) for line in lines(tmp_path)]
         assert [(one.step, one.value) for one in found.Scalars(name)] == expected
     (last,) = found.Scalars("summary/best_personalized_accuracy")

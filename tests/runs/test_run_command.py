@@ -291,7 +291,7 @@ def test_the_default_run_reaches_its_accuracy(
     """``tdpfed run`` as a newcomer types it: at least 94 % on digits, where training alone reaches 90 %."""
     assert call(["run", "--json"], monkeypatch) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert all(line.startswith("round ") for line in err.splitlines())  # lines of progress on a slow machine
     summary = json.loads(out)
     assert summary["personalized_accuracy"] >= 0.94
     assert summary["global_accuracy"] > 0.5
@@ -302,7 +302,10 @@ def test_data_list(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["data", "list", "--json"])
     assert result.exit_code == 0
     listing: dict[str, Any] = json.loads(result.stdout)
-    assert set(listing) == {"digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "qmnist-writers", "synthetic"}
+    assert set(listing) == {
+        "digits", "digits-properties", "diabetes", "mnist", "fashion-mnist", "cifar10", "cifar100", "qmnist-writers",
+        "shakespeare", "synthetic",
+    }  # fmt: skip
     assert listing["digits"] == {"samples": 1797, "shape": [1, 8, 8], "classes": 10, "path": None, "embedded": True}
     assert listing["mnist"]["path"] is None
     table = CliRunner().invoke(cli.app, ["data", "list"])

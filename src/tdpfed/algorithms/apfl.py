@@ -46,6 +46,11 @@ class APFL(FedAvg):
             torch.lerp(w, v, alpha, out=m)
         return {"theta": m, "v": v, "alpha": alpha}, {"w": w}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the mixture of the client's own model and the received one."""
+        del local
+        return torch.lerp(message["w"], private["v"], private["alpha"])
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the client's shared model w_k."""
         del private

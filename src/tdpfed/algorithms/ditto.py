@@ -29,6 +29,11 @@ class Ditto(FedAvg):
         v, loss = local.descend(private["theta"], lr=self.eta, anchor=w, lam=self.lam)
         return {"theta": v}, {"w": shared}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the client's own model, which a message does not change."""
+        del message, local
+        return private["theta"]
+
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the client's model in FedAvg."""
         del private

@@ -46,6 +46,16 @@ class FedALA(FedAvg):
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Learn the weights, mix, and train from there."""
+        start, mix = self._mixed(message, private, local)
+        theta, loss = local.descend(start, lr=self.eta)
+        return {"theta": theta, "mix": mix}, {"w": theta}, {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the mixture of the own and the received model, with weights learned for it."""
+        return self._mixed(message, private, local)[0]
+
+    def _mixed(self, message: State, private: State, local: LocalWork) -> tuple[Tensor, Tensor]:
+        """Return the mixture of the own and the received model, and the weights."""
         layout, part = self.layout, self.part
         own, shared = (layout.take(model, part) for model in (private["theta"], message["w"]))
         mix, start = private["mix"], layout.merge(message["w"], torch.lerp(own, shared, private["mix"]), part)
@@ -53,5 +63,4 @@ class FedALA(FedAvg):
             g = layout.take(local.gradient(start, local.batch(self.tau + t))[0], part)
             mix = (mix - self.weight_rate * g * (shared - own)).clamp(0, 1)
             start = layout.merge(start, torch.lerp(own, shared, mix), part)
-        theta, loss = local.descend(start, lr=self.eta)
-        return {"theta": theta, "mix": mix}, {"w": theta}, {"loss": loss}
+        return start, mix

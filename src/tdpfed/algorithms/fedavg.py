@@ -29,6 +29,11 @@ class FedAvg(Algorithm):
         theta, loss = local.descend(message["w"], lr=self.eta)
         return {"theta": theta}, {"w": theta}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the global model."""
+        del private, local
+        return message["w"]
+
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the local models."""
         del server, uploads, turn

@@ -8,6 +8,7 @@ keeps the server's.
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
@@ -45,9 +46,12 @@ class FedAvgSAR(FedAvg):
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Overwrite the subset with the server's values, train, and upload the same subset."""
-        chosen = self.subsets.of(local.turn)
-        theta, loss = local.descend(private["theta"].scatter(-1, chosen, message["values"]), lr=self.eta)
-        return {"theta": theta}, {"values": theta.gather(-1, chosen)}, {"loss": loss}
+        theta, loss = local.descend(self.received(message, private, local), lr=self.eta)
+        return {"theta": theta}, {"values": theta.gather(-1, self.subsets.of(local.turn))}, {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the client's own model with the received values of its subset."""
+        return private["theta"].scatter(-1, self.subsets.of(local.turn), message["values"])
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the change of each coordinate over the clients that sent it."""

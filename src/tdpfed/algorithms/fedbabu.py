@@ -43,8 +43,15 @@ class FedBABU(SplitModel):
         """Train the received body under the common head; fine-tune the received model for the client."""
         w = self._with_head(message["shared"], private["head"])
         body, _ = local.descend(w, lr=self.eta, only=self.layout.ranges(self.shared))
-        theta, loss = local.descend(w, lr=self.eta, steps=self.fine_tune)
+        theta, loss = self._tuned(w, local)
         return {"theta": theta, "head": private["head"]}, self.sent(body), {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received model, fine-tuned for the client."""
+        return self._tuned(self._with_head(message["shared"], private["head"]), local)[0]
+
+    def _tuned(self, w: Tensor, local: LocalWork) -> tuple[Tensor, Tensor]:
+        return local.descend(w, lr=self.eta, steps=self.fine_tune)
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the bodies."""

@@ -70,6 +70,11 @@ class FedPara(FedAvg):
             theta, pull = self.hadamard.at(*self._halves(a))
         return {"theta": theta}, {"factors": a}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the composed model that was received."""
+        del private, local
+        return self.hadamard.compose(*self._halves(message["factors"]))
+
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the factors."""
         del server, uploads, turn

@@ -16,5 +16,5 @@ class FedPer(SplitModel):
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Train the received body together with the client's own head."""
-        theta, loss = local.descend(self.received(message, private), lr=self.eta)
+        theta, loss = local.descend(self.start(message, private), lr=self.eta)
         return {"theta": theta}, self.sent(theta), {"loss": loss}

@@ -32,7 +32,7 @@ class FedRep(SplitModel):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Take the steps of the head, then those of the body."""
         head, body = (self.layout.ranges(part) for part in (self.own, self.shared))
-        theta = self.received(message, private)
+        theta = self.start(message, private)
         theta, _ = local.descend(theta, lr=self.eta, steps=self.head_steps, only=head)
         theta, loss = local.descend(theta, lr=self.eta, first=self.head_steps, only=body)
         return {"theta": theta}, self.sent(theta), {"loss": loss}

@@ -43,6 +43,11 @@ class FineTune(FedAvg):
         w, loss = local.descend(message["w"], lr=self.eta)
         return {"theta": self._tuned(message["w"], local)}, {"w": w}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received model, tuned for the client."""
+        del private
+        return self._tuned(message["w"], local)
+
     def _tuned(self, theta: Tensor, local: LocalWork) -> Tensor:
         layout, part = self.layout, self.part
         if part == layout or local.optimizer != USUAL:

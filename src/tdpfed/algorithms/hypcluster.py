@@ -71,17 +71,25 @@ class HypCluster(FedAvg):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Choose a model and train it."""
         del private
+        w, choice = self._chosen(message, local)
+        theta, loss = local.descend(w, lr=self.eta)
+        return {"theta": theta, "choice": choice}, {"change": theta - w, "choice": choice}, {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received model that the client chooses."""
+        del private
+        return self._chosen(message, local)[0]
+
+    def _chosen(self, message: State, local: LocalWork) -> tuple[Tensor, Tensor]:
+        """Return the model with the least loss, or in the first rounds a drawn one, and a 1 at its number."""
         models = message["models"].unflatten(-1, (self.clusters, self.layout.size))
         batch = joined((local.batch(self.tau + t) for t in range(self.choice_batches)), local.turn)
         losses = [local.loss(w, batch) if self.clusters > 1 else w[..., 0] for w in models.unbind(-2)]
         drawn = torch.as_tensor(local.turn.round, device=models.device) <= self.drawn_rounds
-        number = torch.where(
-            drawn, dealt(local.turn, self.population, self.clusters), torch.stack(losses, -1).argmin(-1)
-        )
+        number = dealt(local.turn, self.population, self.clusters)
+        number = torch.where(drawn, number, torch.stack(losses, -1).argmin(-1))
         w = torch.take_along_dim(models, number[..., None, None], -2).squeeze(-2)
-        choice = one_hot(number, self.clusters).to(models)
-        theta, loss = local.descend(w, lr=self.eta)
-        return {"theta": theta, "choice": choice}, {"change": theta - w, "choice": choice}, {"loss": loss}
+        return w, one_hot(number, self.clusters).to(models)
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Move each model by the mean change of the clients that chose it."""

@@ -34,6 +34,11 @@ class Local(FedAvg):
         theta, loss = local.descend(private["theta"], lr=self.eta)
         return {"theta": theta}, {}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the client's own model, which a message does not change."""
+        del message, local
+        return private["theta"]
+
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Nothing changes."""
         del uploads, average, turn

@@ -57,6 +57,11 @@ class Mapper(FedAvg):
             w = w - self.eta * (1 - lam) * g
         return {"theta": lam * v + (1 - lam) * w, "own": v, "lam": lam}, {"w": w}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the mixture of the client's own model and the received one."""
+        del local
+        return private["lam"] * private["own"] + (1 - private["lam"]) * message["w"]
+
     def _fitted(self, lam: float, v: Tensor, w: Tensor, local: LocalWork) -> Tensor:
         """Take SGD steps on ``f(lam v + (1 - lam) w)`` in v: the mixture itself moves by ``lam^2`` as much."""
         if lam == 0:

@@ -70,7 +70,7 @@ class Mocha(Algorithm):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Take dual coordinate steps on ``tau`` minibatches, sample after sample."""
         (scale, safe), alpha = message["scales"].split(1, -1), private["alpha"]
-        start = message["w"] + scale * (private["image"] - message["image"])  # what did not arrive is not lost
+        start = self.received(message, private, local)
         w, change = as_matrix(self.layout, start), 0 * as_matrix(self.layout, start)
         for t, (inputs, y) in enumerate(local.batches()):
             x, place = as_rows(self.layout, inputs, y), local.positions(t)
@@ -82,6 +82,11 @@ class Mocha(Algorithm):
         moved = as_flat(self.layout, change)
         theta, image = start + scale * moved, private["image"] + moved
         return {"theta": theta, "alpha": alpha, "image": image}, {"image": image}, {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received machines, with what of the client's own part did not arrive at the server."""
+        del local
+        return message["w"] + message["scales"][..., :1] * (private["image"] - message["image"])
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Take over the images; form the models, and from them the relations."""

@@ -45,8 +45,15 @@ class PerFedAvg(FedAvg):
             if self.variant != "first-order":
                 g = g - self.alpha * self._hessian_times(g, w, local, t)
             w = w - self.eta * g
-        theta = w - self.alpha * local.gradient(w, local.batch(3 * self.tau))[0]
-        return {"theta": theta}, {"w": w}, {"loss": loss}
+        return {"theta": self._adapted(w, local)}, {"w": w}, {"loss": loss}
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received meta-model after one adaptation step."""
+        del private
+        return self._adapted(message["w"], local)
+
+    def _adapted(self, w: Tensor, local: LocalWork) -> Tensor:
+        return w - self.alpha * local.gradient(w, local.batch(3 * self.tau))[0]
 
     def _hessian_times(self, g: Tensor, w: Tensor, local: LocalWork, t: int) -> Tensor:
         batch = local.batch(2 * self.tau + t)

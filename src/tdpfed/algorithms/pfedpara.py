@@ -57,6 +57,11 @@ class PFedPara(FedPara):
             theta, pull = self.hadamard.at(first, second)
         return {"theta": theta, "own": second}, {"factors": first}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the received weights with the client's own correction."""
+        del local
+        return self.hadamard.compose(message["factors"], private["own"])
+
     def global_model(self, server: State) -> Tensor:
         """Return the shared weights W1, those of a client without a correction."""
         first = server["factors"]

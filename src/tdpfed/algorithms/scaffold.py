@@ -54,6 +54,11 @@ class Scaffold(Algorithm):
         new = own - c + (w - y) / (self.tau * local.rate(self.eta))
         return {"theta": y, "c": new}, {"dw": y - w, "dc": new - own}, {"loss": loss}
 
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the global model."""
+        del private, local
+        return message["w"]
+
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Add the mean changes; that of the control variates with the share of the clients that took part."""
         del uploads

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, hyper
 from tdpfed.core.layout import Layout
+from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn
 from tdpfed.errors import wrong
 
@@ -42,9 +43,14 @@ class SplitModel(Algorithm):
         del generator
         return {"shared": self.layout.take(theta, self.shared)}
 
-    def received(self, message: State, private: State) -> Tensor:
+    def start(self, message: State, private: State) -> Tensor:
         """Return the client's model with the received values of the shared part."""
         return self.layout.merge(private["theta"], message["shared"], self.shared)
+
+    def received(self, message: State, private: State, local: LocalWork) -> Tensor:
+        """Return the client's model with the received values of the shared part."""
+        del local
+        return self.start(message, private)
 
     def sent(self, theta: Tensor) -> State:
         """Return the upload: the shared part of a model."""

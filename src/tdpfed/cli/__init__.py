@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 import tdpfed
-from tdpfed.cli import data, flower, models, runs, tools, tune
+from tdpfed.cli import data, flower, models, reproduce, runs, tools, tune
 from tdpfed.cli.base import app
 from tdpfed.errors import TDPFedError, each
 
-__all__ = ["app", "data", "flower", "main", "models", "runs", "tools", "tune"]
+__all__ = ["app", "data", "flower", "main", "models", "reproduce", "runs", "tools", "tune"]
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ averaging and privacy in ``server``, a method's hyper-parameters in its class. T
 run and combines the others.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -79,8 +79,11 @@ class Data(Section):
     partition: Partition | None = setting(
         None, "how samples are distributed; default: natural if the data have clients, otherwise classes at random"
     )
-    per_client: int = setting(2, "classes and classes-in-turn: number of classes per client", least=1)
+    per_client: int = setting(2, "all kinds of classes: number of classes per client", least=1)
     alpha: float = setting(0.5, "dirichlet: concentration; smaller means more different clients", above=0, most=1e6)
+    capped: bool = setting(
+        False, "dirichlet: a client that has as many samples as the average gets none of further classes"
+    )
     size_skew: float | None = setting(
         None, "iid, classes and classes-in-turn: how unequal the shares are; 0 is equal", least=0, most=10
     )
@@ -94,7 +97,8 @@ class Data(Section):
     test_fraction: float = setting(0.25, "client and time split: fraction held out", above=0, below=1)
     normalize: Normalize = setting(
         "standard",
-        "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1",
+        "scaling of the inputs: mean 0, variance 1 by channel (standard) or pixel (feature); unit: 0 to 1; symmetric: "
+        "-1 to 1",
     )
     augment: Augment = setting(
         "none", "random changes of training images: mirrored, or mirrored and shifted by up to 4 pixels"
@@ -177,16 +181,27 @@ class Engine(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Section):
-    """Which model of a client counts as its personalized one."""
+    """Which models of a client are evaluated, and which counts as its personalized one."""
 
     personalize: Literal["own", "best"] = setting(
         "own",
         "own: the method's personalized model; best: whichever validates best of it, one trained alone, and mixtures",
     )
+    received: bool = setting(
+        False,
+        "also evaluate the models with which clients begin the next round: after the server's message, before training",
+    )
+    validation: float = same(Best, "validation")
+    choose_rounds: int | None = same(Best, "choose_rounds")
     alone_rate: float = same(Best, "alone_rate")
     mixes: tuple[float, ...] = same(Best, "mixes")
     margin: float = same(Best, "margin")
     choice_batches: int = same(Best, "choice_batches")
+
+    def over(self, rounds: int) -> Self:
+        """Return the same settings for a run of so many rounds."""
+        open_ = self.personalize == "best" and self.choose_rounds is None
+        return replace(self, choose_rounds=max(1, rounds // 2)) if open_ else self
 
 
 ALGORITHM = "algorithm"
@@ -235,10 +250,13 @@ class Config:
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
-        settings = plain(self.evaluation)
+        settings = plain(self.evaluation.over(self.run.rounds))
+        del settings["received"]
         if settings.pop("personalize") == "own":
             return self.method
-        return Best.of(self.method, validation=self.data.validation, **settings)
+        if self.data.validation:  # held out to the end, so that records can tell the accuracy on it
+            settings |= {"validation": self.data.validation, "choose_rounds": None}
+        return Best.of(self.method, **settings)
 
     def device(self) -> torch.device:
         """Return the device to compute on."""

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.config.sections import SECTIONS, Config
 from tdpfed.core.setting import default_of, settings_of
+from tdpfed.data.build import BY_CLASS, SKEWED
 
 TOLERANCE = 0.8
 """Fraction of the requested compression below which a warning is given; whole ranks and biases always cost a little."""
+
+CHOOSING = ("validation", "choose_rounds", "alone_rate", "mixes", "margin", "choice_batches")
+"""The keys of ``evaluation`` that only the choice of models uses."""
 
 
 def advice(config: Config, algorithm: Algorithm) -> list[str]:
@@ -27,15 +31,20 @@ def advice(config: Config, algorithm: Algorithm) -> list[str]:
 def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that have an effect only with another setting, which is not given."""
     data, robust, privacy, wire = config.data, config.robust, config.privacy, config.wire
-    by_class, up, down = ("classes", "classes-in-turn"), wire.update == "factors", wire.down == "factors"
+    up, down = wire.update == "factors", wire.down == "factors"
     best, chosen = config.evaluation.personalize == "best", "evaluation.personalize = 'best'"
     stepping, either = config.server.optimizer, "wire.update = 'factors' or wire.down = 'factors'"
     for key, counts, needed in (
         ("data.alpha", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
-        ("data.per_client", data.partition in (None, *by_class), "data.partition = 'classes' or 'classes-in-turn'"),
+        ("data.capped", data.partition == "dirichlet", "data.partition = 'dirichlet'"),
+        (
+            "data.per_client",
+            data.partition in (None, *BY_CLASS),
+            "data.partition = 'classes', 'classes-in-turn' or 'classes-in-groups'",
+        ),
         (
             "data.size_skew",
-            data.partition in (None, "iid", *by_class),
+            data.partition in (None, *SKEWED),
             "data.partition = 'iid', 'classes' or 'classes-in-turn'",
         ),
         ("robust.fraction", robust.name == "trimmed-mean", "robust.name = 'trimmed-mean'"),
@@ -56,7 +65,9 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("optimizer.rounds", config.optimizer.schedule == "cosine", "optimizer.schedule = 'cosine'"),
         ("optimizer.every", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
         ("optimizer.factor", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
-        *((f"evaluation.{name}", best, chosen) for name in ("alone_rate", "mixes", "margin", "choice_batches")),
+        *((f"evaluation.{name}", best, chosen) for name in CHOOSING),
+        ("evaluation.validation", not config.data.validation, "data.validation = 0, which is used for the choice too"),
+        ("evaluation.choose_rounds", not config.data.validation, "data.validation = 0, which is held out to the end"),
         ("server.rate", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.momentum", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.decay", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),

@@ -6,6 +6,7 @@ drops by that key. Called on samples without a key, as in evaluation, it drops n
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -69,11 +70,14 @@ def kept(bits: Tensor, shape: Iterable[int], p: float, call: int) -> Tensor:
 
 
 class Drops(TorchFunctionMode):
-    """Inside of it every dropout drops by a key, one call after another; without a key none drops anything."""
+    """Inside of it every dropout drops by a key, one call after another; without a key none drops anything.
+
+    Attention is written out, so that several clients can be computed at once.
+    """
 
     def __init__(self, bits: Tensor | None) -> None:
         super().__init__()
-        self.bits, self.calls = bits, 0
+        self.bits, self.calls, self.attends = bits, 0, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,13 +86,13 @@ class Drops(TorchFunctionMode):
         given = dict(kwargs or {})
         if func in _DROPOUTS:
             return self._dropout(_DROPOUTS[func], *args, **given)
-        if func is functional.scaled_dot_product_attention and self._probability(args, given):
+        if func in _WHOLE:
+            with self:
+                return _WHOLE[func](*args, **given)
+        if func is functional.scaled_dot_product_attention:
+            self.attends = True
             return self._attention(*args, **given)
         return func(*args, **given)
-
-    @staticmethod
-    def _probability(args: tuple[Any, ...], given: Mapping[str, Any]) -> float:
-        return float(args[4] if len(args) > 4 else given.get("dropout_p", 0.0))
 
     def _dropout(
         self,
@@ -117,11 +121,12 @@ class Drops(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        **others: Any,
+        enable_gqa: bool = False,
     ) -> Tensor:
         """Return attention whose weights are dropped, written out."""
-        if others.get("enable_gqa"):
-            raise TDPFedError("attention of grouped queries with dropout; allowed: without dropout", field="model")
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (one.repeat_interleave(groups, -3) for one in (key, value))
         scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -131,6 +136,18 @@ class Drops(TorchFunctionMode):
             scores = scores + attn_mask
         return self._dropout(None, scores.softmax(-1), dropout_p) @ value
 
+
+def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of PyTorch that a mode sees from the inside: PyTorch hands over such a function whole."""
+    assert isinstance(function, FunctionType)
+    names = {**vars(functional), "has_torch_function": lambda _: False}
+    opened = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+_WHOLE = {one: _opened(one) for one in (functional.multi_head_attention_forward,)}
+"""Functions that drop somewhere inside."""
 
 _DROPOUTS: dict[Callable[..., Any], int | None] = {
     functional.dropout: None,

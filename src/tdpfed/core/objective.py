@@ -36,6 +36,7 @@ class Objective:
     short: bool = False  # layers compute in bfloat16 where autocast does; parameters and loss do not
     inputs: Inputs | None = None  # what a sample holds; None: a tensor, which the model is called with
     drops: bool = False  # whether layers drop in training
+    attends: bool = False  # whether the model calls PyTorch's attention, whose kernels take one client at a time
     alone: bool = False  # whether the model cannot be computed for several clients at once
 
     @classmethod
@@ -111,12 +112,14 @@ class Objective:
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
         parameters = self.layout.unflatten(theta)
-        drops: AbstractContextManager[object] = nullcontext()
+        replaced: AbstractContextManager[object] = nullcontext()
         if self.drops and self.inputs is not None:
             x, bits = key_of(x, self.inputs.shape)
-            drops = Drops(bits)
+            replaced = Drops(bits)
+        elif self.attends:
+            replaced = Drops(None)
         args, named = ((x,), {}) if self.inputs is None else self.inputs.arguments(x)
-        with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False), drops:
+        with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False), replaced:
             result: Tensor = functional_call(self.model, parameters, args, named)
         return result.to(theta.dtype) if self.short else result
 

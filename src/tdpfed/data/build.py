@@ -14,9 +14,13 @@ from tdpfed.data.federation import Federation
 from tdpfed.data.partition import Indices
 from tdpfed.errors import TDPFedError, unknown, wrong
 
-Partition = Literal["iid", "classes", "classes-in-turn", "dirichlet", "natural"]
+Partition = Literal["iid", "classes", "classes-in-turn", "classes-in-groups", "dirichlet", "natural"]
 Split = Literal["client", "official", "time"]
 PARTITIONS, SPLITS = get_args(Partition), get_args(Split)
+BY_CLASS = ("classes", "classes-in-turn", "classes-in-groups")
+"""Partitions with a number of classes per client."""
+SKEWED = ("iid", "classes", "classes-in-turn")
+"""Partitions with log-normal shares."""
 
 
 def make_federation(
@@ -29,6 +33,7 @@ def make_federation(
     clients: int | None = None,
     per_client: int | None = None,
     alpha: float | None = None,
+    capped: bool = False,
     size_skew: float | None = None,
     min_samples: int = 1,
     max_samples: int | None = None,
@@ -43,9 +48,9 @@ def make_federation(
     """Load a data set and distribute its samples to clients.
 
     ``partition`` defaults to natural if the data have natural clients, otherwise to classes, or to iid if there
-    are no classes; ``clients`` defaults to 20, or to all natural clients. ``per_client`` (default 2) applies to classes
-    and classes-in-turn, ``alpha`` (default 0.5) to dirichlet, ``size_skew`` to iid (default 0) and both kinds of
-    classes (default 0.5): with another partition they are errors. ``split`` "client" holds out
+    are no classes; ``clients`` defaults to 20, or to all natural clients. ``per_client`` (default 2) applies to all
+    kinds of classes, ``alpha`` (default 0.5) and ``capped`` to dirichlet, ``size_skew`` to iid (default 0), classes and
+    classes-in-turn (default 0.5): with another partition they are errors. ``split`` "client" holds out
     ``test_fraction`` of each client's samples at random, "time" the last of them, "official" the samples of the data
     set's own test part; the defaults are official for your own file with a ``test_mask``, time for data in the order of
     time, client for others. ``augment`` changes training images when they are drawn.
@@ -68,8 +73,9 @@ def make_federation(
         raise wrong("partition", kind, f"iid or natural for {data.name!r}, whose targets are {data.targets}")
     for field, value, fitting in (
         ("alpha", alpha, ("dirichlet",)),
-        ("per_client", per_client, ("classes", "classes-in-turn")),
-        ("size_skew", size_skew, ("iid", "classes", "classes-in-turn")),
+        ("capped", capped or None, ("dirichlet",)),
+        ("per_client", per_client, BY_CLASS),
+        ("size_skew", size_skew, SKEWED),
     ):
         unsaid = field == "per_client" and partition is None  # then it is for the case that the data have no clients
         if value is not None and kind not in fitting and not unsaid:
@@ -80,7 +86,8 @@ def make_federation(
     else:
         parts = _assigned(
             data.y if strata is None else strata, kind, 20 if clients is None else clients,
-            2 if per_client is None else per_client, 0.5 if alpha is None else alpha, size_skew, min_samples, seed,
+            2 if per_client is None else per_client, 0.5 if alpha is None else alpha, capped, size_skew,
+            min_samples, seed,
         )  # fmt: skip
     parts = partitions.bounded(parts, seed, min_samples=min_samples, max_samples=max_samples)
     own_mask = Path(dataset).suffix in (".npz", ".parquet") and data.official_test is not None
@@ -106,6 +113,7 @@ def _assigned(
     clients: int,
     per_client: int,
     alpha: float,
+    capped: bool,
     size_skew: float | None,
     min_samples: int,
     seed: int,
@@ -114,7 +122,9 @@ def _assigned(
     if kind == "iid":
         return partitions.iid(labels, clients, seed, min_samples=min_samples, **skew)
     if kind == "dirichlet":
-        return partitions.dirichlet(labels, clients, alpha, seed, min_samples)
+        return partitions.dirichlet(labels, clients, alpha, seed, min_samples, capped=capped)
+    if kind == "classes-in-groups":
+        return partitions.class_groups(labels, clients, per_client, seed, min_samples=min_samples)
     in_turn = kind == "classes-in-turn"
     return partitions.classes(labels, clients, per_client, seed, in_turn=in_turn, min_samples=min_samples, **skew)
 

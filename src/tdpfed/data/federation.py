@@ -204,8 +204,8 @@ class Federation:
         int32 are token ids, which stay as they are. ``targets`` says what ``y`` is, where :func:`kind_of` would guess
         wrong. Ids may be numbers or strings; client k is the k-th smallest and keeps its id. Test samples are those of
         ``test_mask``, or a random ``test_fraction`` of each client's. ``normalize``: "standard" (mean 0, variance 1 per
-        channel of an image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1) or
-        "none".
+        channel of an image, per feature of a flat sample), "feature" (the same per pixel), "unit" (bytes to 0..1),
+        "symmetric" (to -1..1) or "none".
         """
         several = isinstance(x, Mapping | tuple)
         given = [_tensor(one).detach() for one in (x.values() if isinstance(x, Mapping) else x if several else (x,))]  # type: ignore[arg-type]

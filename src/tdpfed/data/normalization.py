@@ -14,8 +14,11 @@ from torch import Tensor
 from tdpfed.core.inputs import WHOLE, Inputs
 from tdpfed.errors import TDPFedError, unknown
 
-Normalize = Literal["standard", "feature", "unit", "none"]
+Normalize = Literal["standard", "feature", "unit", "symmetric", "none"]
 NORMALIZE = get_args(Normalize)
+
+RANGES = {"unit": (0.0, 1.0), "symmetric": (-1.0, 1.0)}
+"""Where bytes, and values from 0 to 1, are scaled to."""
 
 
 def _of(value: float) -> Tensor:
@@ -38,8 +41,10 @@ class Normalization:
             variance, mean = torch.var_mean(train, others, correction=0, keepdim=True)
             constant = train.amin(others, keepdim=True) == train.amax(others, keepdim=True)
             return cls(kind, mean.cpu(), torch.where(constant, 1.0, variance.sqrt()).cpu())
-        whole = raw == torch.uint8 and kind == "unit"
-        return cls(kind, _of(0.0).to(train.dtype), _of(255.0 if whole else 1.0).to(train.dtype))
+        low, high = RANGES.get(kind, (0.0, 1.0))
+        largest = 255.0 if raw == torch.uint8 and kind in RANGES else 1.0
+        scale = largest / (high - low)
+        return cls(kind, _of(-low * scale).to(train.dtype), _of(scale).to(train.dtype))
 
     @classmethod
     def joined(cls, found: Sequence[Self], inputs: Inputs) -> Self:
@@ -126,9 +131,10 @@ def normalized(
     found = Normalization.measured(x[:trained], normalize, raw)
     if found.changes:
         x = x.sub_(found.mean.to(x.device)).div_(found.scale.to(x.device))
-    if normalize == "unit" and (x.min() < 0 or x.max() > 1):
+    if normalize in RANGES and not RANGES[normalize][0] <= x.min() <= x.max() <= RANGES[normalize][1]:
+        low, high = (x.min() * found.scale + found.mean).item(), (x.max() * found.scale + found.mean).item()
         raise TDPFedError(
-            f"'unit' with values from {x.min():g} to {x.max():g}; allowed: bytes or values from 0 to 1",
+            f"{normalize!r} with values from {low:g} to {high:g}; allowed: bytes or values from 0 to 1",
             field="normalize",
         )
     return x.to(dtype), found

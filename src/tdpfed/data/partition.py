@@ -1,8 +1,8 @@
 """Partitions of samples into clients: pure functions of labels and a seed that return one index array per client.
 
-``iid``, ``classes`` (at random or in turn), ``dirichlet`` and ``natural`` assign each sample to at most one client;
-``bounded`` enforces a minimum and a maximum number of samples per client; ``split``, ``split_in_time`` and
-``split_official`` separate training from test samples.
+``iid``, ``classes`` (at random or in turn), ``class_groups``, ``dirichlet`` and ``natural`` assign each sample to at
+most one client; ``bounded`` enforces a minimum and a maximum number of samples per client; ``split``, ``split_in_time``
+and ``split_official`` separate training from test samples.
 """
 
 from collections.abc import Sequence
@@ -55,10 +55,7 @@ def classes(
     """
     _check(labels, clients, size_skew, min_samples)
     names = np.unique(labels)
-    if per_client not in range(1, len(names) + 1):
-        raise TDPFedError(
-            f"{per_client!r}; allowed: 1 to {len(names)}, the number of classes", field="classes per client"
-        )
+    _check_per_client(per_client, len(names))
     need = len(names) - per_client + 1 if in_turn else -(-len(names) // per_client)
     if clients < need:
         raise TDPFedError(
@@ -88,16 +85,63 @@ def classes(
     return [np.sort(np.concatenate(parts)) for parts in held]
 
 
+def _check_per_client(per_client: int, classes: int) -> None:
+    if per_client not in range(1, classes + 1):
+        raise TDPFedError(f"{per_client!r}; allowed: 1 to {classes}, the number of classes", field="classes per client")
+
+
 def _rarest_first(rng: np.random.Generator, holders: list[list[int]]) -> Indices:
     """Return the classes ordered by their number of clients, ties at random."""
     order = rng.permutation(len(holders))
     return order[np.argsort([len(holders[c]) for c in order], kind="stable")]
 
 
-def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1) -> list[Indices]:
+def class_groups(
+    labels: NDArray[Any], clients: int, per_client: int, seed: int, *, min_samples: int = 1
+) -> list[Indices]:
+    """Deal classes in order, each to the first clients that lack one: groups of clients have the same classes.
+
+    Of each class all its clients but the last get a random part, a tenth of an equal share to a whole one, and the last
+    gets the rest. This is the partition that PFLlib calls pathological.
+    """
+    _check(labels, clients, 0.0, min_samples)
+    names = np.unique(labels)
+    _check_per_client(per_client, len(names))
+    each = -(-clients * per_client // len(names))
+    free, rng = np.full(clients, per_client), generator(seed)
+    held: list[list[Indices]] = [[] for _ in range(clients)]
+    least = -(-min_samples // per_client)
+    for name in names:
+        holders, members = np.flatnonzero(free)[:each], np.flatnonzero(labels == name)
+        if not len(holders):
+            raise TDPFedError(
+                f"{clients!r} with {per_client} classes each in groups of {each} leave class {name} without a client; "
+                f"allowed: a number whose {per_client} classes each are a multiple of {len(names)} classes",
+                field="clients",
+            )
+        share = len(members) / len(holders)
+        if share < max(least, 1):
+            raise TDPFedError(
+                f"{clients!r} put {len(holders)} clients on class {name}, which has {len(members)} samples; "
+                f"allowed: a number that gives each at least {least}",
+                field="clients",
+            )
+        low = min(max(int(share / 10), least, 1), int(share))
+        sizes = rng.integers(low, max(low + 1, int(share)), len(holders) - 1)
+        order = rng.permutation(members)
+        for k, part in zip(holders, _assigned(order, np.append(sizes, len(members) - sizes.sum())), strict=True):
+            held[k].append(part)
+        free[holders] -= 1
+    return [np.sort(np.concatenate(parts)) for parts in held]
+
+
+def dirichlet(
+    labels: NDArray[Any], clients: int, alpha: float, seed: int, min_samples: int = 1, *, capped: bool = False
+) -> list[Indices]:
     """Divide each class in proportions drawn from Dirichlet(alpha); a small alpha gives few classes per client.
 
-    Redraws, up to a hundred times, until every client has ``min_samples``.
+    Redraws, up to a hundred times, until every client has ``min_samples``. With ``capped`` a client that has as many
+    samples as the average gets none of further classes.
     """
     _check(labels, clients, 0.0, min_samples)
     if not 0 < alpha < np.inf:
@@ -106,7 +150,11 @@ def dirichlet(labels: NDArray[Any], clients: int, alpha: float, seed: int, min_s
     members = [np.flatnonzero(labels == name) for name in np.unique(labels)]
     for _ in range(_REDRAWS):
         shares = rng.dirichlet(np.full(clients, alpha), len(members))
-        counts = np.stack([_apportion(len(m), s, 0) for m, s in zip(members, shares, strict=True)])
+        counts = np.zeros((len(members), clients), dtype=np.int64)
+        for c, (group, drawn) in enumerate(zip(members, shares, strict=True)):
+            room = (counts.sum(0) * clients < len(labels)) | (not capped)
+            left = drawn * room
+            counts[c] = _apportion(len(group), left if left.any() else room.astype(np.float64), 0)
         if counts.sum(0).min() >= min_samples:
             break
     else:

@@ -1,5 +1,7 @@
 """Checks of a simulation: types, settings, privacy, whether the model fits the data, and divergence."""
 
+import re
+import warnings
 from dataclasses import replace
 from typing import get_args
 
@@ -8,6 +10,7 @@ from torch import nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import held_out_sizes
+from tdpfed.core.dropout import Drops
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
 from tdpfed.core.setting import plain
@@ -183,7 +186,8 @@ def check_needs(
     if not federation.validation and bool((held >= federation.train_size).any()):
         client = int(federation.train_size.argmin())
         allowed = f"left out, or data with at least 2 training samples for every client: client {client} has 1"
-        errors.append(wrong("algorithm.validation", algorithm.held_out, allowed))
+        section = "evaluation" if algorithm.candidates else "algorithm"
+        errors.append(wrong(f"{section}.validation", algorithm.held_out, allowed))
     raise_all(errors)
 
 
@@ -195,12 +199,14 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     """
     theta, (x, y) = objective.initial(), (data.x[:2], data.y[:2])
     try:
-        outputs = objective.outputs(theta, x)
+        with Drops(None) as seen:
+            outputs = objective.outputs(theta, x)
     except Exception as error:  # the user's own code may raise anything
         raise TDPFedError(f"model: cannot take {_described(data)} ({error}){_hint(data)}") from error
     if not torch.is_tensor(outputs):
         raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
     objective.task.check_outputs(outputs, y, data.classes)
+    objective = replace(objective, attends=seen.attends)
     training = objective.keyed(lambda _: (x, y), Turn(0, 1, torch.zeros((), dtype=torch.int64, device=x.device)))
     batch = training(0)
     _check_draws(objective, theta, batch)
@@ -211,9 +217,11 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
             f"loss: cannot take outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(y.shape)} ({error})"
         ) from error
     try:
-        torch.func.vmap(objective.value)(
-            theta.expand(2, -1), *(values[None].expand(2, *values.shape) for values in batch)
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*batching rule")  # such an operator would loop over the clients
+            torch.func.vmap(objective.value)(
+                theta.expand(2, -1), *(values[None].expand(2, *values.shape) for values in batch)
+            )
     except Exception as error:  # a layer without a batching rule, or a branch that depends on values
         return _one_after_another(objective, theta, batch, error)
     return objective, []
@@ -237,6 +245,8 @@ def _one_after_another(
     objective: Objective, theta: torch.Tensor, batch: Batch, why: Exception
 ) -> tuple[Objective, list[str]]:
     reason = (str(why).splitlines() or [type(why).__name__])[0]
+    if missing := re.search(r"(?i)batching rule\b.*?\baten::(\w+)", reason):
+        reason = f"PyTorch has no rule for {missing[1]}"
     try:
         objective.gradient(theta, batch)
     except Exception:

@@ -1,7 +1,7 @@
 """Records of a run: after a round, the accuracies of personalized, local and global models, and the bytes sent."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -23,6 +23,10 @@ from tdpfed.server.records import HIGHER, LOWER, Ledger, Record
 T = TypeVar("T")
 
 PERSONALIZED, LOCAL, GLOBAL, VALIDATION = "personalized", "local", "global", "validation"
+RECEIVED = "received"
+
+Known = tuple[evaluate.Score, Callable[[slice], Tensor]]
+"""The scores of the evaluated clients' models, and the function that returns these models for a range of clients."""
 
 AT_ONCE = 256
 """Clients whose models are compared at a time."""
@@ -39,7 +43,8 @@ class Recorder:
     evaluated: Tensor  # ids of the clients whose models are evaluated
     ranks: Ranks
     held_out: Federation | None = None  # validation samples, as test samples; None: none are held out
-    on_training: Federation | None = None  # training samples, as test samples; None: not evaluated on them
+    train_loss: bool = False  # whether to evaluate on training samples too
+    received: bool = False  # whether to evaluate the models with which clients begin the next round
 
     def record(
         self,
@@ -52,8 +57,12 @@ class Recorder:
         *,
         epsilon: float | None,
         diagnostics: dict[str, float] | None,
+        receive: Callable[[Tensor], Tensor] | None = None,
     ) -> Record:
-        """Return the record after a round; ``trained`` are the clients of that round with their results."""
+        """Return the record after a round; ``trained`` are the clients of that round with their results.
+
+        ``receive`` returns the models with which clients begin the next round.
+        """
         mine = self.ranks.own(self.evaluated)
         own = self.algorithm.personalized
 
@@ -66,6 +75,10 @@ class Recorder:
         shipped = self.algorithm.global_model(server)
         if shipped is not None:
             scores[GLOBAL] = self._score(self.evaluated, lambda _: shipped)
+        if self.received and receive is not None:
+            known: list[Known] = [(scores[PERSONALIZED], personalized)]
+            known += [] if shipped is None else [(scores[GLOBAL], lambda _: shipped)]
+            scores[RECEIVED] = self._received(mine, receive, known)
         if self.held_out is not None:
             scores[VALIDATION] = self._score(self.evaluated, personalized, self.held_out)
         honest = {
@@ -73,7 +86,7 @@ class Recorder:
             for name, one in scores.items()
         }
         train: dict[str, float | None] = {}
-        if self.on_training is not None:
+        if self.train_loss:
             train[PERSONALIZED] = self._train_loss(personalized)
             train[GLOBAL] = None if shipped is None else self._train_loss(lambda _: shipped)
         main = self.task.main
@@ -105,6 +118,7 @@ class Recorder:
             client_choice=self._choices(store),
             personalized_train_loss=train.get(PERSONALIZED),
             global_train_loss=train.get(GLOBAL),
+            received_accuracy=accuracy.get(RECEIVED),
             metrics=None if self.task.usual else {
                 metric.name: {
                     "better": HIGHER if metric.higher else LOWER,
@@ -145,16 +159,50 @@ class Recorder:
         return float(losses.double().mean()) if len(losses) else None
 
     def _train_loss(self, parameters: Callable[[slice], Tensor]) -> float | None:
-        return self._score(self.evaluated, parameters, self.on_training).of(self.honest[self.evaluated]).mean_loss
+        return self._score(self.evaluated, parameters, self._on_training).of(self.honest[self.evaluated]).mean_loss
+
+    @cached_property
+    def _on_training(self) -> Federation:
+        """The training samples, as test samples."""
+        data = self.federation
+        return replace(data, test_start=data.train_start, test_size=data.train_size)
+
+    def _received(self, mine: Tensor, receive: Callable[[Tensor], Tensor], known: Sequence[Known]) -> evaluate.Score:
+        """Evaluate the models with which clients begin a round; ``known`` are the scores of models that may be equal.
+
+        A few clients are computed at a time, and those whose model has a score are not evaluated again.
+        """
+        place, pieces = self._places[mine], []
+        for first in range(0, len(mine), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
+            theta, ids = receive(mine[some]), place[some]
+            left, found = torch.ones(len(ids), dtype=torch.bool), []
+            for score, models in known:
+                same = left & (theta == models(some)).all(-1).cpu()
+                found += [(same.nonzero().flatten(), score.of(ids[same]).parts())]
+                left &= ~same
+            others = left.nonzero().flatten()
+            rows = theta[others.to(theta.device)]
+            found.append((others, self._part(mine[some][others], rows.__getitem__)))
+            back = torch.cat([at for at, _ in found]).argsort()
+            pieces.append({name: torch.cat([part[name] for _, part in found])[back] for name in found[0][1]})
+        parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else None
+        empty = self._part(mine, lambda _: self.objective.initial()[None]) if parts is None else parts
+        return evaluate.Score.joined(self.ranks.gather(empty, self.evaluated))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """The position of each client among those evaluated, ``(K,)``; -1 for the others."""
+        return torch.full((self.federation.clients,), -1).index_copy(
+            0, self.evaluated, torch.arange(len(self.evaluated))
+        )
 
     def _local(self, clients: Tensor, updates: Updates, store: Store, personal: evaluate.Score) -> evaluate.Score:
         """Evaluate the models that clients upload; one that is also the client's personalized model is known."""
         clients = clients.cpu()
         private, upload = updates.private, self.ranks.part(updates.upload, clients)
         mine = self.ranks.own(clients)
-        place = torch.full((self.federation.clients,), -1).index_copy(
-            0, self.evaluated, torch.arange(len(self.evaluated))
-        )
+        place = self._places
         known = place[mine] >= 0
 
         def local(rows: Tensor | slice) -> Tensor:

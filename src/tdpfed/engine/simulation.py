@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tdpfed.algorithms.base import Algorithm
+from tdpfed.algorithms.base import Algorithm, held_out_of
 from tdpfed.core.draws import Stream, choose
 from tdpfed.core.losses import LossFunction
 from tdpfed.core.metrics import Function, Metric
@@ -63,6 +63,7 @@ class Simulation:
         loss: str | LossFunction = "auto",
         metrics: Sequence[str | Metric | Function] = (),
         train_loss: bool = False,
+        received: bool = False,
         diagnostics: Diagnostics | None = None,
         wire: Wire = PLAIN,
         rule: Rule = MEAN,
@@ -113,8 +114,8 @@ class Simulation:
             self.accountant.check_affordable(1)
         self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant, server_step)
         self.public = public_sample(self.algorithm, federation, seed)  # before other clients' samples are left out
-        share = federation.validation or self.algorithm.held_out
-        held_out = federation.held_out(seed, share) if share else None
+        share = held_out_of(self.algorithm, federation.validation)
+        held_out = federation.held_out(seed, share.share) if share.share and share.until is None else None
         if ranks.world > 1:
             own = ranks.own(torch.arange(federation.clients))
             federation, held_out = federation.only(own), None if held_out is None else held_out.only(own)
@@ -131,16 +132,14 @@ class Simulation:
         evaluated = torch.arange(federation.clients)
         if evaluate_clients is not None:
             evaluated = choose(seed, Stream.EVALUATE, 0, federation.clients, evaluate_clients)
-        training = replace(federation, test_start=federation.train_start, test_size=federation.train_size)
         self.recorder = Recorder(
-            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out,
-            training if train_loss else None,
-        )  # fmt: skip
+            self.objective, self.algorithm, federation, self.honest, evaluated, ranks, held_out, train_loss, received
+        )
         self.round = 0
         self.ledger = Ledger()
         self.refused: list[Rejected] = []  # uploads refused in the latest round, all its attempts together
         self._trained: tuple[Tensor, Updates] | None = None
-        self._broadcast: Broadcast | None = None  # of the next round, once it is computed
+        self._broadcast: Broadcast | None = None  # of the next round, if computed
 
     def run(
         self, rounds: int, evaluate_every: int = 1, on_round: Callable[["Simulation"], None] | None = None
@@ -233,9 +232,8 @@ class Simulation:
     @property
     def broadcast(self) -> Broadcast:
         """The server's message of the next round."""
-        found = self.downlink.send(self.server) if self._broadcast is None else self._broadcast
-        self._broadcast = found
-        return found
+        self._broadcast = self._broadcast or self.downlink.send(self.server)
+        return self._broadcast
 
     def _train(self, turn: Turn) -> Updates:
         """Run the turn's clients; the private state returned covers only the clients of this process."""
@@ -287,8 +285,12 @@ class Simulation:
                 extra = diagnose(self.runner, own_entries(self.server), self.private, turn, weights, self.diagnostics)
             return self.recorder.record(
                 self.round, self.server, self.store, self._trained, self.ledger, seconds,
-                epsilon=self.epsilon, diagnostics=extra,
+                epsilon=self.epsilon, diagnostics=extra, receive=self.received,
             )  # fmt: skip
+
+    def received(self, clients: Tensor) -> Tensor:
+        """Return the parameters ``(n, P)`` that clients use once they have the message of the next round."""
+        return self.runner.receive(self.broadcast.known, self.own_rows(clients), self._turn(self.round + 1, clients))
 
     def affordable(self, rounds: int) -> int:
         """Return how many of the first ``rounds`` rounds of the run fit in the privacy budget."""

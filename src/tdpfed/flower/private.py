@@ -145,7 +145,7 @@ class PrivateStore:
             yield
         except OSError as error:
             raise TDPFedError(f"state-dir: cannot read {path!r} ({error.strerror})") from None
-        except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             raise TDPFedError(
                 f"state-dir: {path!r} is damaged ({error}); remove it to continue from the previous state"
             ) from None

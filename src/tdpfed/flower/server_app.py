@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,10 +19,11 @@ from safetensors.torch import save as to_bytes
 
 from tdpfed.algorithms.base import CHOICE
 from tdpfed.config import Config, flat, parse_config, to_toml
-from tdpfed.config.resume import check_same_run, settings_by_key
+from tdpfed.config.loading import parse_toml
+from tdpfed.config.resume import check_same_run, follows_rounds, settings_by_key
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
-from tdpfed.files import write_errors
+from tdpfed.files import read_file, write_errors
 from tdpfed.flower.exchange import Exchange
 from tdpfed.flower.node import Metrics, Side
 from tdpfed.flower.settings import Flower, read_settings
@@ -128,22 +128,23 @@ class _Server:
             return RunFolder.create(self.path, to_toml(self.config))
         folder, before = RunFolder.open(self.path)
         try:
-            _check_same(parse_config(tomllib.loads(before)), self.config, self.path)
-        except tomllib.TOMLDecodeError as error:
+            values = parse_toml(before)
+        except TDPFedError as error:
             raise TDPFedError(f"flower.out: {str(self.path / CONFIG)!r} is damaged ({error})") from None
+        _check_same(parse_config(values), self.config, self.path)
         return folder
 
     def _session(self, nodes: int) -> tuple[str, list[int]]:
         """Return the run's identifier on the nodes, and the rounds after which its sessions started."""
         session = str(self.path / SESSION)
         try:
-            known = json.loads((self.path / SESSION).read_text(encoding="utf-8"))
+            known = json.loads(read_file(self.path / SESSION, follow=False))
             run, starts, before = str(known["run"]), [*map(int, known["starts"]), 0], int(known["nodes"])
         except FileNotFoundError:
             if self.journal.checkpoints.rounds():
                 raise TDPFedError(f"flower.out: {session!r} is missing, which identifies the run") from None
             return secrets.token_hex(8), [0]  # new, or killed before its first round
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise TDPFedError(f"flower.out: {session!r} is damaged ({error})") from None
         if before != nodes:
             raise TDPFedError(
@@ -175,6 +176,7 @@ class _Server:
                 f"flower.out: the run in {str(self.path)!r} has already completed {self.strategy.round} rounds; "
                 "give another folder, or increase run.rounds"
             )
+        self.journal.folder.reopen()
         self.journal.rewind(self.strategy.round, ROUNDS, saved=None if found is None else found[0].meta.get(FILES))
         for warning in self.journal.folder.warnings:
             log.warning("tdpfed: %s", warning)
@@ -288,9 +290,11 @@ def _choices(names: Sequence[str], scores: Mapping[int, Metrics], nodes: int) ->
 
 
 def _check_same(before: Config, now: Config, path: Path) -> None:
-    """Reject resuming a run with another configuration; only ``run.rounds`` may differ."""
+    """Reject resuming a run with another configuration; only ``run.rounds`` may differ, if nothing follows it."""
     old, new = flat(before.as_dict()), flat(now.as_dict())
-    other = [key for key in sorted(old.keys() | new.keys()) if key != "run.rounds" and old.get(key) != new.get(key)]
+    may_differ = () if follows_rounds(now) else ("run.rounds",)
+    keys = sorted(old.keys() | new.keys())
+    other = [key for key in keys if key not in may_differ and old.get(key) != new.get(key)]
     if not other:
         return
     differences = "; ".join(f"{key}: {new.get(key)!r} given, must be {old.get(key)!r}" for key in other[:MOST_KEYS])

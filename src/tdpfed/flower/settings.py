@@ -6,7 +6,6 @@ Settings that a simulation supports but a deployment does not are refused here, 
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.config import Config
-from tdpfed.config.loading import checked_config, put
+from tdpfed.config.loading import checked_config, parse_toml, put
 from tdpfed.config.sections import Privacy, Section
 from tdpfed.core.setting import build, default_of, plain, setting, settings_of
 from tdpfed.engine.checks import check_settings
@@ -190,7 +189,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
         raise wrong("configuration", key, "section.key, as in run.rounds")
     if isinstance(value, str) and value.startswith(("[", "{")):
         try:
-            value = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError as error:
+            value = parse_toml(f"value = {value}")["value"]
+        except TDPFedError as error:
             raise wrong(key, value, f"a list or table in TOML ({error})") from None
     put(values, key, value, "configuration")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tdpfed.runs.folder import CONFIG, FEDERATION, FILES
+from tdpfed.runs.folder import CONFIG, FEDERATION, FILES, FROZEN
 from tdpfed.runs.seals import Tail, is_sealed
 from tdpfed.server.records import renamed
 
@@ -18,13 +18,14 @@ LOSSES = (
     "minibatch_loss", "personalized_loss", "global_loss", "personalized_train_loss", "global_train_loss",
 )  # fmt: skip
 FIELDS = (
-    "round", *ACCURACIES, "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes", "seconds", "rejected",
-    "epsilon",
+    "round", *ACCURACIES, "received_accuracy", "validation_accuracy", *LOSSES, "uplink_bytes", "downlink_bytes",
+    "seconds", "rejected", "epsilon",
 )  # fmt: skip
 """Quantities of a record; each has one value per evaluated round."""
 FIGURES = (
-    *ACCURACIES, "best_personalized_accuracy", "worst_decile_accuracy", "minibatch_loss", "uplink_bytes",
-    "downlink_bytes", "seconds", "rounds", "rejected_uploads", "compression_rate", "epsilon", "delta",
+    *ACCURACIES, "best_personalized_accuracy", "received_accuracy", "best_received_accuracy", "worst_decile_accuracy",
+    "minibatch_loss", "uplink_bytes", "downlink_bytes", "seconds", "rounds", "rejected_uploads", "compression_rate",
+    "epsilon", "delta",
 )  # fmt: skip
 """Numbers of a summary."""
 TEXTS = ("status", "algorithm", "dataset", "model", "device")
@@ -49,8 +50,8 @@ class Summary:
     figures: dict[str, Number]
     texts: dict[str, str]
     versions: dict[str, str]
-    config: str | None = None  # the sum of config.toml; None in a summary without checksums
-    tails: dict[str, Tail] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)  # sums of files by name; none in one of an older version
+    tails: dict[str, Tail] = field(default_factory=dict)  # the ends of files of lines
 
 
 def record(text: str) -> dict[str, Any]:
@@ -87,24 +88,25 @@ def summary(text: str) -> Summary:
     sums = values.get(FILES)
     if (sums is None) != (is_sealed(text) is None):
         raise ValueError("its checksum is missing")
-    config, tails = _sums(sums) if isinstance(sums, Mapping) else (None, {})
+    whole, tails = _sums(sums) if isinstance(sums, Mapping) else ({}, {})
     return Summary(
         figures={key: _number(values.get(key)) for key in FIGURES},
         texts={key: values[key] for key in TEXTS if isinstance(values.get(key), str)},
         versions={name: word for name, word in words if isinstance(word, str)},
-        config=config,
+        whole=whole,
         tails=tails,
     )
 
 
-def _sums(files: Mapping[str, Any]) -> tuple[str | None, dict[str, Tail]]:
+def _sums(files: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tail]]:
     try:
-        sums = dict(files)
-        config = str(sums.pop(CONFIG)["sha256"])
-        sums.pop(FEDERATION, None)  # it has a checksum of its own
-        return config, {str(name): Tail(int(one["lines"]), str(one["sha256"])) for name, one in sums.items()}
+        tails = {str(n): Tail(int(one["lines"]), str(one["sha256"])) for n, one in files.items() if "lines" in one}
+        whole = {str(name): str(one["sha256"]) for name, one in files.items() if name not in tails}
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{FILES} given, must be checksums by file") from None
+        whole, tails = {}, {}
+    if CONFIG not in whole or not {*whole} <= {CONFIG, FEDERATION, FROZEN}:
+        raise ValueError(f"{FILES} given, must be checksums by file")
+    return whole, tails
 
 
 def _object(text: str) -> dict[str, Any]:

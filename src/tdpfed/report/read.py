@@ -6,7 +6,6 @@ be in the middle of it); all other files may be missing or damaged. Only JSON an
 imported.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
 from tdpfed.files import read_file
 from tdpfed.report import parse
+from tdpfed.report.agreement import newest_checkpoint, with_checkpoint, with_summary
 from tdpfed.report.parse import FIELDS, FIGURES, Number, Refusal, Summary
 from tdpfed.runs.data_card import DataCard
 from tdpfed.runs.folder import CONFIG, DONE, FEDERATION, METRICS, REFUSALS
 from tdpfed.runs.folder import SUMMARY as SUMMARY
-from tdpfed.runs.seals import Chain, Tail, lines_of
+from tdpfed.runs.seals import Chain, lines_of
 from tdpfed.server.records import worst_decile
 
 IN_PROGRESS, FINISHED = "in progress", "finished"
@@ -125,27 +125,29 @@ def read_run(path: Path) -> Run:
             f"RUN: {str(path)!r} given, must be a run folder, with {CONFIG} and {METRICS}, or a folder of run folders"
         )
     notes: list[str] = []
-    content = _content(path / CONFIG)
-    toml = content.decode("utf-8", "replace")
-    records, cut, tail = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
-    refusals, cut_refusals, refusal_tail = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
-    summary = _summary(path / SUMMARY, notes)
+    # A run may be writing: first what is written last, so that the lines it was written with are there.
+    summary, saved = _summary(path / SUMMARY, notes), newest_checkpoint(path)
+    toml = _text(path / CONFIG)
+    records, cut, sums = _lines(path / METRICS, parse.record, lambda record: int(record["round"]), notes)
+    refusals, cut_refusals, refusal_sums = _lines(path / REFUSALS, parse.refusal, lambda one: one.round, notes)
+    ends = {n: own for n, own, bad in ((METRICS, sums, cut), (REFUSALS, refusal_sums, cut_refusals)) if not bad}
     config, card = _config(toml, notes), _card(path, notes)
     for record in records[-1:]:
         record["client_accuracy"] = _honest(record["client_accuracy"], config)
     last = records[-1] if records else {}
-    if _is_current(summary, last, cut):
+    if _is_current(summary, last, cut, sums):
         figures, texts = summary.figures, summary.texts
-        ends = {METRICS: (cut, tail), REFUSALS: (cut_refusals, refusal_tail)}
-        notes += _differing(summary, content, {name: end for name, (bad, end) in ends.items() if not bad})
-        if tail.sha256 and summary.config is None:
+        notes += with_summary(path, summary, config, records, ends)
+        if any(sums[-1:]) and not summary.whole:
             notes.append(f"{SUMMARY} has no checksums, unlike {METRICS}: it was changed")
-        if records and last["epsilon"] is not None and not (figures["epsilon"] or 0) >= last["epsilon"]:
-            notes.append(f"{SUMMARY} gives epsilon {figures['epsilon']}, the last record {last['epsilon']}")
         if not cut and last.get("round", 0) < (figures["rounds"] or 0) and texts["status"] == FINISHED:
             notes.append(f"{METRICS} ends at round {last.get('round', 0)} of {figures['rounds']:g}")
     else:
         figures, texts = _so_far(records), {k: v for k, v in summary.texts.items() if k != "status"}
+        if summary.whole:  # a run that continues has none
+            notes.append(f"{SUMMARY} is not of the last record in {METRICS}: one of them was changed")
+    if saved is not None:
+        notes += with_checkpoint(saved, config, records, figures, ends)
     return Run(
         path=path,
         config=config,
@@ -185,22 +187,28 @@ def _honest(accuracies: Sequence[Number], config: Mapping[str, Any]) -> list[Num
 
 
 def _text(path: Path) -> str:
-    return _content(path).decode("utf-8", "replace")
-
-
-def _content(path: Path) -> bytes:
     try:
-        return read_file(path)
+        return read_file(path).decode("utf-8", "replace")
     except OSError as error:
         raise TDPFedError(f"RUN: cannot read {str(path)!r} ({error.strerror})") from None
 
 
 def _config(toml: str, notes: list[str]) -> dict[str, Any]:
     try:
-        return parse_toml(toml)
+        found = parse_toml(toml)
+        if not _is_short(found):
+            raise TDPFedError("a number of too many digits")
+        return found
     except TDPFedError as error:
         notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}
+
+
+def _is_short(value: Any) -> bool:
+    """Whether all whole numbers are so short that they can be shown."""
+    if isinstance(value, Mapping | list):
+        return all(_is_short(one) for one in (value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, int) or value.bit_length() <= 64
 
 
 def _card(path: Path, notes: list[str]) -> DataCard | None:
@@ -215,12 +223,13 @@ def _card(path: Path, notes: list[str]) -> DataCard | None:
 
 def _lines(
     path: Path, read: Callable[[str], T], round_of: Callable[[T], int], notes: list[str]
-) -> tuple[list[T], bool, Tail]:
-    """Return the parsed lines of a file up to the first invalid one, whether there was one, and their end."""
+) -> tuple[list[T], bool, list[str]]:
+    """Return the parsed lines of a file up to the first invalid one, whether there was one, and their checksums."""
     found: list[T] = []
+    sums: list[str] = []
     before, chain = 0, Chain()
     if not path.exists():
-        return found, False, chain.tail
+        return found, False, sums
     for number, text in lines_of(_text(path)):
         try:
             one = read(text)
@@ -229,26 +238,13 @@ def _lines(
                 raise ValueError(f"round {round_of(one)} after round {before}")
         except ValueError as error:
             notes.append(f"{path.name} is truncated or damaged at line {number} ({error}); read up to round {before}")
-            return found, True, chain.tail
+            return found, True, sums
         if gap := chain.gap(text):
             notes.append(f"{path.name}: line {number} {gap}")
         found.append(one)
+        sums.append(chain.tail.sha256)
         before = round_of(one)
-    return found, False, chain.tail
-
-
-def _differing(summary: Summary, config: bytes, tails: Mapping[str, Tail]) -> list[str]:
-    """Return notes on the files that are not those the summary was written with; none if it has no checksums."""
-    if summary.config is None:
-        return []
-    notes = []
-    if hashlib.sha256(config).hexdigest() != summary.config:
-        notes.append(f"{CONFIG} was changed since {SUMMARY} was written")
-    for name, tail in tails.items():
-        if tail != summary.tails.get(name, Tail()):
-            lines = summary.tails.get(name, Tail()).lines
-            notes.append(f"{name} was changed: {tail.lines} lines, {SUMMARY} was written with {lines}")
-    return notes
+    return found, False, sums
 
 
 def _summary(path: Path, notes: list[str]) -> Summary:
@@ -261,11 +257,13 @@ def _summary(path: Path, notes: list[str]) -> Summary:
         return Summary({}, {}, {})
 
 
-def _is_current(summary: Summary, last: Mapping[str, Any], cut: bool) -> bool:
+def _is_current(summary: Summary, last: Mapping[str, Any], cut: bool, sums: Sequence[str]) -> bool:
     """Whether the summary describes the last record; it does not if the run was stopped and later resumed."""
     status = summary.texts.get("status")
     if status is None or status in DONE or cut:
         return status is not None
+    if METRICS in summary.tails:
+        return summary.tails[METRICS].sha256 == (sums[-1] if sums else "")
     return summary.figures["seconds"] == last.get("seconds")
 
 

@@ -225,8 +225,11 @@ def _percent(score: float | None) -> str:
 
 
 def _validated(path: Path) -> float | None:
-    """Return the validation accuracy of a finished run in its last round."""
-    return read_run(path).series["validation_accuracy"][-1] if RunFolder(path).done else None
+    """Return the validation accuracy of a finished run in its last round; None if its records do not reach there."""
+    if not RunFolder(path).done:
+        return None
+    run = read_run(path)
+    return run.series["validation_accuracy"][-1] if run.rounds and run.rounds == run.figures["rounds"] else None
 
 
 def _seeded(config: Config, ahead: int) -> Config:

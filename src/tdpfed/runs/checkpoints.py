@@ -135,6 +135,15 @@ class Checkpoints:
                 found.append(int(_manifest(self.folder / f"{_stem(serial)}.json")["round"]))
         return found
 
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Return round and metadata of the newest checkpoint with an intact manifest; no other file is read."""
+        with suppress(OSError):
+            for serial in self._serials() if self.folder.is_dir() else ():
+                with suppress(_DamagedError, KeyError, TypeError, ValueError):
+                    body = _manifest(self.folder / f"{_stem(serial)}.json")
+                    return body["round"], body["meta"]
+        return None
+
     def _refuse_link(self) -> None:
         if self.folder.is_symlink():
             raise TDPFedError(f"checkpoint: {str(self.folder)!r} is a symbolic link, must be a folder")
@@ -272,7 +281,11 @@ def _stem(serial: Serial) -> str:
 
 def _not_finite(state: State) -> str | None:
     """Return the name of an entry with a value that is infinite or NaN."""
-    return next((n for n, v in state.items() if v.is_floating_point() and not bool(v.isfinite().all())), None)
+    for name, values in state.items():
+        numbers = values.float() if values.dtype.itemsize == 1 else values  # PyTorch cannot ask it of eight-bit floats
+        if values.is_floating_point() and not bool(numbers.isfinite().all()):
+            return name
+    return None
 
 
 def _names_after(prefix: str, state: State) -> list[str]:
@@ -291,11 +304,17 @@ def _manifest(path: Path) -> dict[str, Any]:
     text = _read_bytes(path).decode("utf-8", "replace")
     if not is_sealed(text):
         raise _DamagedError(f"{str(path)!r} is damaged, its SHA-256 sum is wrong")
-    body: dict[str, Any] = json.loads(text)
+    try:
+        body: dict[str, Any] = json.loads(text)
+    except RecursionError:
+        raise _DamagedError(f"{str(path)!r} is damaged, nested too deeply") from None
     if body["format"] != FORMAT:
         raise _DamagedError(f"{str(path)!r} has format {body['format']!r}, this version reads {FORMAT}")
     if type(body["round"]) is not int or type(body["clients"]) is not int or type(body["meta"]) is not dict:
         raise _DamagedError(f"{str(path)!r} is damaged, its round, clients or metadata have another type")
+    named, _ = _serial(path.name)
+    if named not in (body["round"], -1):  # older versions numbered them otherwise
+        raise _DamagedError(f"{str(path)!r} is damaged, it is of round {body['round']}")
     return body
 
 

@@ -7,6 +7,7 @@ Python, which has the object, can resume the run.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def described(
     if attack is not None:
         hostile["attack"] = hostile.pop("attack_kind")
     method, evaluation, validation = _method(simulation.algorithm)
+    evaluation = replace(evaluation, received=simulation.recorder.received)
     return Config(
         run=Run(
             rounds=rounds,

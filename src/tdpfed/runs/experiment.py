@@ -9,6 +9,7 @@ from tdpfed.config.sections import Data
 from tdpfed.core.setting import plain, settings_of
 from tdpfed.core.threads import threads_for
 from tdpfed.data import Federation, make_federation
+from tdpfed.data.build import BY_CLASS
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
@@ -53,6 +54,7 @@ def prepare(
         loss=config.task.loss,
         metrics=config.task.metrics,
         train_loss=config.run.train_loss,
+        received=config.evaluation.received,
         rule=config.robust.rule,
         attack=config.robust.attacked,
         privacy=config.privacy.asked,
@@ -70,7 +72,7 @@ def federation_of(config: Config, data_root: Path | None = None) -> Federation:
     name, seed = data.pop("name"), data.pop("seed")
     if config.data.partition != "dirichlet":
         del data["alpha"]
-    if config.data.partition not in (None, "classes", "classes-in-turn"):
+    if config.data.partition not in (None, *BY_CLASS):
         del data["per_client"]
     with _config_keys():
         return make_federation(name, root=data_root, seed=config.run.seed if seed is None else seed, **data)

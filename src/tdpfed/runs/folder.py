@@ -192,10 +192,14 @@ class RunFolder:
         files = {**whole, **self.sums}
         self.write(SUMMARY, sealed(json.dumps({**summary, FILES: files}, indent=2)))
 
-    def change(self, config: str) -> None:
-        """Write another configuration of the same run; the summary, which belongs to the one before, is removed."""
+    def reopen(self) -> None:
+        """Remove the summary: it does not describe a run that continues."""
         with write_errors("--out", self.path):
             (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def change(self, config: str) -> None:
+        """Write another configuration of the same run, which continues."""
+        self.reopen()
         self.write(CONFIG, config)
 
     def write(self, name: str, content: str | bytes) -> None:
@@ -223,6 +227,9 @@ class NoFolder(RunFolder):
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write nothing."""
+
+    def reopen(self) -> None:
+        """Remove nothing."""
 
     def change(self, config: str) -> None:
         """Write nothing."""

@@ -42,6 +42,19 @@ def keep(folder: RunFolder, model: nn.Module, layout: Layout) -> None:
         )
 
 
+def put(path: Path, model: nn.Module) -> None:
+    """Give a model the frozen values in a run folder; those of another model are refused."""
+    there, own = read(path), model.state_dict()
+    wrong = [name for name, value in there.items() if name not in own or own[name].shape != value.shape]
+    if wrong:
+        raise TDPFedError(
+            f"{str(path / FROZEN)!r} holds {wrong[0]!r} of shape {tuple(there[wrong[0]].shape)}, which the model lacks "
+            "or has in another shape; must be the run's own model",
+            field="model.name",
+        )
+    model.load_state_dict(there, strict=False)
+
+
 def read(path: Path) -> State:
     """Return the frozen values in a run folder; nothing if there are none."""
     file = path / FROZEN

@@ -19,6 +19,7 @@ from tdpfed.core.inputs import Inputs
 from tdpfed.core.recipe import OF_THE_RATE, USUAL, Optimizer
 from tdpfed.core.state import State, Turn, own_entries
 from tdpfed.data.federation import Federation, Values
+from tdpfed.data.normalization import RANGES
 from tdpfed.engine import evaluate
 from tdpfed.engine.checks import check_finite, checked_model
 from tdpfed.engine.runners import Runner
@@ -66,7 +67,7 @@ def personalize(
         raise wrong("rounds", rounds, "a whole number of at least 1")
     seed = run.settings.run.seed if seed is None else seed
     federation = _one_client(run, x, y, test_mask, test_fraction, seed)
-    method = _method(run, federation, hyper)
+    method = _method(run, federation, rounds, hyper)
     objective, _ = checked_model(run.objective, federation)
     server, precision = own_entries(run.snapshot.server), run.settings.run.precision
     shared = method.global_model(server)
@@ -101,10 +102,11 @@ def _one_client(
     card, data = run.card, run.settings.data
     raw = _rows(x, card.inputs)
     inputs = raw if card.tokens else card.normalization.apply(raw.to(card.normalization.mean.dtype))
-    if card.normalization.kind == "unit" and (inputs.min() < 0 or inputs.max() > 1):
+    low, high = RANGES.get(card.normalization.kind, (-torch.inf, torch.inf))
+    if inputs.numel() and not low <= inputs.min() <= inputs.max() <= high:
         raise TDPFedError(
-            f"values that become {inputs.min():g} to {inputs.max():g} by the run's normalization 'unit'; allowed: raw "
-            "inputs as in the run, which become 0 to 1",
+            f"values that become {inputs.min():g} to {inputs.max():g} by the run's normalization "
+            f"{card.normalization.kind!r}; allowed: raw inputs as in the run, which become {low:g} to {high:g}",
             field="x",
         )
     made = Federation.from_tensors(
@@ -136,7 +138,7 @@ def _takes(inputs: Inputs) -> str:
     return ", ".join(f"{part.name} {part.shape}".strip() for part in inputs.parts) or str(inputs.shape)
 
 
-def _method(run: "TrainedRun", federation: Federation, hyper: Mapping[str, Any]) -> Algorithm:
+def _method(run: "TrainedRun", federation: Federation, rounds: int, hyper: Mapping[str, Any]) -> Algorithm:
     """Return the run's method with other hyper-parameters, for the newcomer; one that cannot serve it is refused."""
     inner = run.settings.method
     known = {item.name for item in inner.hyper_parameters()}
@@ -153,7 +155,8 @@ def _method(run: "TrainedRun", federation: Federation, hyper: Mapping[str, Any])
             field="task",
         )
     try:
-        changed = replace(run.settings, method=replace(inner, **hyper)).make_algorithm()
+        evaluation = replace(run.settings.evaluation, choose_rounds=run.round + max(1, rounds // 2))
+        changed = replace(run.settings, method=replace(inner, **hyper), evaluation=evaluation).make_algorithm()
     except TDPFedError as error:
         raise error.within("algorithm") from None
     method = changed.bind(run.objective.layout, len(run.ids), int(federation.train_size))

@@ -6,9 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-
 from tdpfed.core.metrics import in_percent
 from tdpfed.engine.simulation import Simulation
 from tdpfed.server.records import Record
@@ -41,6 +38,9 @@ class Pace:
 @contextmanager
 def progress(simulation: Simulation, rounds: int, records: list[Record]) -> Iterator[Callable[[Simulation], None]]:
     """Show round, main metric, loss, megabytes sent and time left; yield a function to call after each round."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"), TimeRemainingColumn(),

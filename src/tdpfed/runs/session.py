@@ -137,6 +137,8 @@ class Session:
             frozen.keep(self.folder, self.simulation.objective.model, self.simulation.objective.layout)
         if changed or (done and self.left):
             self.folder.change(to_toml(self.config))
+        elif self.left:
+            self.folder.reopen()
         self.journal.rewind(round_, saved=saved)
 
     def run(

@@ -69,6 +69,7 @@ def simulate(
     loss: str | LossFunction = "auto",
     metrics: Sequence[str | Metric | Function] = (),
     train_loss: bool = False,
+    received: bool = False,
     diagnostics: Diagnostics | None = None,
     wire: Wire = PLAIN,
     rule: Rule = MEAN,
@@ -89,7 +90,8 @@ def simulate(
 
     ``wire`` chooses what of the uploads travels, ``server_step`` how the server uses their average, ``optimizer`` how
     clients take their steps. ``loss`` and ``metrics`` are names or functions of outputs and targets; by default they
-    follow the federation's targets. ``train_loss`` also evaluates models on the training samples. The model's
+    follow the federation's targets. ``train_loss`` also evaluates models on the training samples, ``received``
+    the models with which clients begin the next round: after the server's message, before training. The model's
     parameters are the common starting point; a model may also be given by name, as in ``model.name``, and starts from
     the seed. ``seed`` determines all random draws. With many clients, accuracy can be measured on ``evaluate_clients``
     of them. Private state is kept in memory, or on disk if it does not fit.
@@ -107,7 +109,7 @@ def simulate(
             raise wrong(name, value, "given together with out, the folder of the run")
     simulation = Simulation(
         model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
-        metrics=metrics, train_loss=train_loss,
+        metrics=metrics, train_loss=train_loss, received=received,
         diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
         optimizer=optimizer.over(rounds), state_folder=None if out is None else Path(out),

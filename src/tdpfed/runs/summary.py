@@ -78,6 +78,7 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
         "global_accuracy": last.global_accuracy if last else None,
         "best_personalized_accuracy": best(personal),
         "worst_decile_accuracy": worst_decile([last.client_accuracy[k] for k in honest]) if last else None,
+        **_received(records),
         **_validated(last),
         **_metrics(records, honest),
         "minibatch_loss": last.minibatch_loss if last else None,
@@ -95,6 +96,14 @@ def summarize(facts: Facts, records: Sequence[Record], status: str) -> dict[str,
         "commit": source_commit(),
         "versions": {"tdpfed": tdpfed.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _received(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the accuracy of received models, in the last round and in the best; nothing where it is not recorded."""
+    found = [one.received_accuracy for one in records]
+    if not found or best(found) is None:
+        return {}
+    return {"received_accuracy": found[-1], "best_received_accuracy": best(found)}
 
 
 def _validated(last: Record | None) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def _metrics(records: Sequence[Record], honest: Sequence[int]) -> dict[str, Any]
 
 def _train_losses(last: Record | None) -> dict[str, Any]:
     """Return the losses on all training samples; nothing where they are not evaluated."""
-    found = {} if last is None else {name: getattr(last, name) for name in OPTIONAL if name != "metrics"}
+    found = {} if last is None else {name: getattr(last, name) for name in OPTIONAL if name.endswith("_loss")}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -7,7 +7,6 @@ as ``package.module:factory`` where it is the user's own, or given as an object.
 import copy
 import importlib
 import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -69,8 +68,8 @@ class TrainedRun:
     def config(self) -> dict[str, Any]:
         """The resolved configuration: a dict for each section, as in ``config.toml``."""
         try:
-            return tomllib.loads(self._text)
-        except ValueError as error:
+            return parse_toml(self._text)
+        except TDPFedError as error:
             raise TDPFedError(f"{str(self.path / CONFIG)!r} is damaged ({error})", field=FIELD) from None
 
     @cached_property
@@ -79,6 +78,8 @@ class TrainedRun:
         file = self.path / SUMMARY
         try:
             found: dict[str, Any] = json.loads(read_file(file))
+            if not isinstance(found, dict):
+                raise ValueError("no JSON object")
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
@@ -170,7 +171,7 @@ class TrainedRun:
         except OSError as error:
             raise TDPFedError(f"cannot read {str(self.path / METRICS)!r} ({error.strerror})", field=FIELD) from None
         for _, line in lines_of(text):
-            with suppress(ValueError, TypeError, RecursionError):
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 record = Record.from_dict(json.loads(line))
                 found += [] if is_sealed(line) is False else [record]
         return found
@@ -245,7 +246,7 @@ class TrainedRun:
             except TDPFedError as error:
                 where = "Python must find the module, for example in the working directory, or give load_run(model=...)"
                 raise error.at("model.name").noting(where) if ":" in name else error.at("model.name") from error
-        model.load_state_dict(frozen.read(self.path), strict=False)
+        frozen.put(self.path, model)
         task = self.settings.task
         known = not any(name.endswith(IN_PYTHON) for name in (task.loss, *task.metrics))
         made = Objective.of(

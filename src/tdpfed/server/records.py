@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 LOWER, HIGHER = "lower", "higher"
 """Which values of a metric are better."""
 
-OPTIONAL = ("personalized_train_loss", "global_train_loss", "metrics")
+OPTIONAL = ("received_accuracy", "personalized_train_loss", "global_train_loss", "metrics")
 """Keys of a record that are left out if they have no value."""
 
 NEW_NAMES = {"loss": "minibatch_loss", "train_loss": "minibatch_loss"}
@@ -48,6 +48,7 @@ class Record:
     client_change: list[float | None] | None = None  # personalized minus global accuracy, if the method reports it
     validation_accuracy: float | None = None  # of personalized models on held-out training samples, if there are any
     client_choice: list[str | None] | None = None  # which model each client uses, if it chooses
+    received_accuracy: float | None = None  # of the models with which clients begin the next round, if asked for
     personalized_train_loss: float | None = None  # on all training samples, if asked for
     global_train_loss: float | None = None
     metrics: dict[str, dict[str, Any]] | None = None  # by name, the main one first; None: accuracy is the only one
@@ -55,7 +56,7 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values for JSON; values that are not finite become None.
 
-        Training losses and metrics are left out where there are none.
+        Training losses, metrics and the accuracy of received models are left out where there are none.
         """
         values = asdict(self).items()
         return {name: _finite(value) for name, value in values if value is not None or name not in OPTIONAL}
