@@ -71,7 +71,7 @@ def cells_of(
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
     if rounds is not None and rounds < 1:
         raise TDPFedError(f"--rounds: {rounds} given, must be at least 1")
-    common = ["checkpoint.every=50", "checkpoint.keep=1", "run.train_loss=true", *settings]  # for the figures of losses
+    common = ["checkpoint.every=50", "checkpoint.keep=1", *settings]
     if rounds is not None:
         common += [f"run.rounds={rounds}", f"run.evaluate_every={min(10, max(1, rounds // 10))}"]
     losses = any(study.figures[number] == "loss" for number in figures)
