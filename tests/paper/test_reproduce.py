@@ -185,7 +185,7 @@ def test_a_figure_of_losses_shows_those_of_the_models_its_curves_are_named_after
     outcomes = run(earlier, figures=(3,), seeds=1)[1]
     assert all(outcome.kept for outcome in outcomes if "eta" not in outcome.cell.name)
     name, drawn = curves(earlier)
-    assert name == "loss of the last minibatches"
+    assert name == "loss on the last minibatch"
     lines = small.lines(earlier / "runs" / "fedavg-seed0" / "metrics.jsonl")
     assert drawn["FedAvg"] == ([1, 2], pytest.approx([line["minibatch_loss"] for line in lines]))
 

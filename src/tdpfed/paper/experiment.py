@@ -71,14 +71,18 @@ def cells_of(
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
     if rounds is not None and rounds < 1:
         raise TDPFedError(f"--rounds: {rounds} given, must be at least 1")
-    common = ["checkpoint.every=50", "checkpoint.keep=1", "run.train_loss=true", *settings]  # for the figures of losses
+    common = list(settings)
     if rounds is not None:
         common += [f"run.rounds={rounds}", f"run.evaluate_every={min(10, max(1, rounds // 10))}"]
     losses = any(study.figures[number] == "loss" for number in figures)
     drawn = {row.run for panel in study.curves.values() for row in panel} if losses else set()
-    own = {run: ["run.train_loss=true", *study.runs[run]] if run in drawn else study.runs[run] for run in runs}
+    first = {
+        run: ["checkpoint.every=50", "checkpoint.keep=1", f"run.train_loss={str(run in drawn).lower()}"] for run in runs
+    }
     return [
-        Cell(f"{run}-seed{seed}", load_config(study.preset, [*common, *own[run], f"run.seed={seed}"]))
+        Cell(
+            f"{run}-seed{seed}", load_config(study.preset, [*first[run], *common, *study.runs[run], f"run.seed={seed}"])
+        )
         for run in runs
         for seed in range(seeds)
     ]

@@ -56,7 +56,7 @@ def quantity(study: Study, kind: str, groups: Mapping[str, Group]) -> tuple[Mapp
     shown = [(groups[row.run], LOSS[row.accuracy]) for row in rows if row.run in groups and groups[row.run].counted]
     if all(any(value is not None for value in group.mean[field]) for group, field in shown):
         return LOSS, "training loss"
-    return dict.fromkeys(OF, MINIBATCH), "loss of the last minibatches"
+    return dict.fromkeys(OF, MINIBATCH), "loss on the last minibatch"
 
 
 def _curve(axes: Any, i: int, row: Row, field: str, group: Group | None) -> None:
