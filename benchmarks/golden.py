@@ -62,6 +62,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "mnist-momentum": (*MNIST, "algorithm.momentum=0.5"),
     "mnist-act": (*MNIST, "algorithm.aggregation=act", "run.rounds=2"),
 }  # fmt: skip
+TIMED = ("seconds", "previous", "sha256")
+"""Keys of a record that differ from run to run: the time, and checksums, which cover it."""
 RESUMED = ("digits-tdpfed", "digits-act", "digits-fedavg_sar", "mnist-tdpfed")
 SHARED = ("digits-tdpfed", "digits-robust", "digits-local", "digits-fedavg_sar")
 
@@ -139,7 +141,7 @@ def _contents(out: Path) -> dict[str, Any]:
     records, tensors = [], {}
     for file in sorted(out.rglob("metrics.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        records += [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+        records += [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
     for folder in sorted(out.rglob("checkpoints")):
         newest = json.loads(max(folder.glob("*.json")).read_text())
         for entry in (newest["server"], *newest["private"]):

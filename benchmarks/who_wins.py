@@ -41,7 +41,8 @@ from tdpfed.runs.grid import Cell, CellResult, run_cells
 
 OWN, BEST = "own", "best"
 SMALL, LARGE = 0.01, 0.003
-"""How far ``best`` may be below the better of the method and training alone, with fewer than 100 samples or more."""
+"""How far ``best`` may be below the better of the method and training alone, with fewer than 100 training samples or
+more."""
 MOST_WORSE = 0.03
 
 
@@ -92,7 +93,8 @@ def cells_of(study: Mapping[str, Any], entry: Entry, out: Path) -> dict[str, lis
     alone = load_config(file, [f"algorithm.name={entry.group['alone']}"]).algorithm["eta"]
     kinds = {OWN: ["data.validation="]}
     if entry.method != entry.group["alone"]:
-        kinds[BEST] = ["evaluation.personalize=best", f"evaluation.alone_rate={alone}", *study.get("best", ())]
+        choice = ["evaluation.personalize=best", f"evaluation.alone_rate={alone}", *study.get("best", ())]
+        kinds[BEST] = ["data.validation=", *choice]
     return {
         kind: [
             Cell(
@@ -244,16 +246,16 @@ def criteria(finished: Mapping[str, Mapping[str, Row]]) -> list[str]:
     share = worse / clients if clients else 0.0
     return [
         f"With `best` a method's mean accuracy is at least that of the better of the method and training alone, less "
-        f"{100 * LARGE:.1f} points where clients have 100 samples or more and {100 * SMALL:.1f} where they have fewer, "
-        f"in {few} of {cases} cases." + (f" Not so: {'; '.join(lost)}." if lost else ""),
+        f"{100 * LARGE:.1f} points where clients have 100 training samples or more and {100 * SMALL:.1f} where they "
+        f"have fewer, in {few} of {cases} cases." + (f" Not so: {'; '.join(lost)}." if lost else ""),
         f"Worse than alone are {100 * share:.2f} % of the clients.",
     ]  # fmt: skip
 
 
 def _samples(group: Group) -> float:
+    """Return how many training samples the clients have on average."""
     card = json.loads((group.runs[0].path / FEDERATION).read_text(encoding="utf-8"))
-    sizes = [int(a) + int(b) for a, b in zip(card["train_size"], card["test_size"], strict=True)]
-    return statistics.mean(sizes)
+    return statistics.mean(map(int, card["train_size"]))
 
 
 def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Row]], out: Path, command: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Write what the code and the result files know best into the pages.
 
 ``python docs/generate.py`` renews the reference of every configuration key, every command and every Python name, below
-the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, and the measured numbers of README, docs and
-results (``figures.py``), and the page of the GPU benchmark (``gpu_table.py``), if there is a record of it. ``python
-docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
+the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, the tables of ``what-works.md``, the measured
+numbers of README, docs and results (``figures.py``), and the page of the GPU benchmark (``gpu_table.py``), if there is a
+record of it. ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import figures
 import gpu_table
 import typer
+import works
 from reference import reference
 from sources import FigureError, Sources
 
@@ -56,6 +57,14 @@ def command_line(command: Any, path: str = "tdpfed") -> Iterator[str]:
         yield f"\n## {path}\n\n{command.help}\n\n```text\n{usage}\n```\n\n{_table('option', [*arguments, *rows])}"
 
 
+def what_works() -> Iterator[str]:
+    """Yield the tables of what can be trained, each row with the tests that show it."""
+    for table in works.tables():
+        yield f"\n## {table.title}\n\n| {table.first} | works | tests |\n| --- | --- | --- |\n"
+        for row in table.rows:
+            yield f"| {row.what} | {row.how} | {', '.join(f'`{name}`' for name in row.short)} |\n"
+
+
 def searched() -> str:
     """Return a table row for each method that declares ranges for tuning."""
     lines = []
@@ -88,7 +97,7 @@ def _table(first: str, rows: Sequence[Sequence[Any]]) -> str:
 def pages() -> dict[Path, str]:
     """Return each page as it should be: its own text, what is generated below a mark, and its numbers renewed."""
     made = {"configuration.md": configuration(), "command-line.md": command_line(typer.main.get_command(app))}
-    made |= {"python.md": reference()}
+    made |= {"python.md": reference(), "what-works.md": what_works()}
     paths = {Path(__file__).parent / name: parts for name, parts in made.items()}
     texts = {path: path.read_text(encoding="utf-8").partition(MARK)[0] + MARK + "".join(paths[path]) for path in paths}
     tuning = Path(__file__).parent / "tuning.md"

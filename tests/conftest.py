@@ -23,8 +23,11 @@ OWN_GRADIENTS = {"test_objective", "test_recorded_gradient", "test_convolution"}
 
 
 @pytest.fixture(autouse=True)
-def _hostile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _hostile(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Long hostile tests leave nothing behind."""
+    tmp_path_factory.getbasetemp()  # made now, so that it is not in the folder that must be empty in the end
     marks = (request.node.get_closest_marker(name) for name in ("hostile", "slow"))
     if all(marks):
         with watch.nothing_left_behind(monkeypatch):

@@ -251,7 +251,7 @@ def test_export_with_any_batch_size(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name not in ("resnet18", *RECURRENT)]
-)  # resnet8 has its blocks
+)  # resnet8 is like it
 def test_compiles_as_one_graph(name: str) -> None:
     model = build(name, SMALL[name], 3, seed=0)
     x = inputs(name, 2)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import small
 from by_hand import CLIENTS, close, cut, opposed, start
-from tdpfed.algorithms import Algorithm, Best, Ditto, FedAvg, Local
+from tdpfed.algorithms import Algorithm, Best, Ditto, FedAvg, Local, Mapper
+from tdpfed.algorithms.base import held_out_of
 from tdpfed.cli import app, main
 from tdpfed.config import load_config
-from tdpfed.core.draws import Stream, key, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, key, own_indices, permute
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.snapshot import restore, snapshot_of
@@ -73,7 +73,7 @@ def test_what_travels_is_the_methods(name: str) -> None:
 
 @pytest.mark.parametrize("margin", [0.0, 1.0])
 def test_the_choice_by_hand(margin: float) -> None:
-    """Errors of all candidates on the held-out samples, each once, by PyTorch's own loss."""
+    """Wrong predictions of all candidates on the held-out samples, each counted once."""
     mixes, found = (0.3, 0.6), set[int]()
     method = Ditto(**small.COMMON, eta=0.1, lam=2.0)
     algorithm = best(method, mixes=mixes, margin=margin, choice_batches=3)
@@ -90,8 +90,7 @@ def test_the_choice_by_hand(margin: float) -> None:
 
             def errors(theta: Tensor, rows: Tensor = rows) -> Tensor:
                 outputs: Tensor = functional_call(module, cut(theta, like), (data.x[rows],))
-                wrong = (outputs.argmax(-1) != data.y[rows]).double()
-                return (wrong + 1 - (-cross_entropy(outputs, data.y[rows], reduction="none")).exp()) / 2
+                return (outputs.argmax(-1) != data.y[rows]).double()
 
             own, alone = private["method.theta"][k], private["alone"][k]
             models = [own, upload[k], *((1 - m) * own + m * alone for m in mixes), alone]
@@ -121,9 +120,12 @@ def test_test_samples_play_no_part() -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_all_at_once_is_one_by_one_and_chunks_change_nothing(name: str) -> None:
+@pytest.mark.parametrize("until", [None, 1])
+def test_all_at_once_is_one_by_one_and_chunks_change_nothing(name: str, until: int | None) -> None:
+    data = DATA if until is None else opposed(5)
     whole, loop, chunked = (
-        small.train(best(SOME[name]), 2, data=DATA, **how) for how in ({}, {"runner": "loop"}, {"chunk": 2})
+        small.train(best(SOME[name], choose_rounds=until), 2, data=data, **how)
+        for how in ({}, {"runner": "loop"}, {"chunk": 2})
     )
     small.assert_close(whole, loop, 1e-6)
     assert small.equal(whole, chunked)
@@ -131,8 +133,9 @@ def test_all_at_once_is_one_by_one_and_chunks_change_nothing(name: str) -> None:
 
 
 def test_resumed_is_uninterrupted() -> None:
-    whole, part = (small.train(best(SOME["tdpfed"]), rounds, data=DATA) for rounds in (4, 2))
-    resumed = small.train(best(SOME["tdpfed"]), 0, data=DATA)
+    algorithm, data = best(SOME["tdpfed"], choose_rounds=2), opposed(5)
+    whole, part = (small.train(algorithm, rounds, data=data) for rounds in (4, 2))
+    resumed = small.train(algorithm, 0, data=data)
     restore(resumed, snapshot_of(part))
     for _ in range(2):
         resumed.step()
@@ -142,7 +145,7 @@ def test_resumed_is_uninterrupted() -> None:
 def test_held_out_samples_are_not_trained_on() -> None:
     share, clients = 0.4, torch.arange(5)
     data = small.federation()
-    drawn = own_indices(0, 1, clients, data.train_start, data.train_size, 50, 4, share).flatten(1)
+    drawn = own_indices(0, 1, clients, data.train_start, data.train_size, 50, 4, HeldOut(share)).flatten(1)
     held = data.held_out(0, share)
     for k in range(5):
         x_train, _, _, _ = data.client(k)
@@ -150,6 +153,60 @@ def test_held_out_samples_are_not_trained_on() -> None:
         together = torch.cat([samples, held.client(k)[2]]).flatten(1)
         assert len(together) == len(x_train)
         assert len(together.unique(dim=0)) == len(x_train.flatten(1).unique(dim=0))
+
+
+class Released(FedAvg):
+    """FedAvg that holds samples out in its first three rounds."""
+
+    name = "released"
+    held_out = SHARE
+    held_out_until = 3
+
+
+class ReleasedAlone(Local):
+    """Training alone that does so."""
+
+    name = "released alone"
+    held_out = SHARE
+    held_out_until = 3
+
+
+def test_after_the_choice_all_samples_are_trained_on_and_the_choice_stays() -> None:
+    data = opposed(5)
+    made, fedavg, alone = (
+        small.train(one, 3, data=data)
+        for one in (
+            best(FedAvg(**small.COMMON, eta=0.1), choose_rounds=3, mixes=(0.5,)), Released(**small.COMMON, eta=0.1),
+            ReleasedAlone(**small.COMMON, eta=0.1),
+        )
+    )  # fmt: skip
+    chosen = choices(made)
+    assert len(set(chosen)) > 1
+    for _ in range(2):
+        for one in (made, fedavg, alone):
+            one.step()
+        assert torch.equal(made.server["w"], fedavg.server["w"])
+        assert torch.equal(made.private["alone"], alone.personalized())
+        assert choices(made) == chosen
+        method, own = fedavg.personalized(), alone.personalized()
+        used = {"method": method, "alone": own, "0.5 alone": torch.lerp(method, own, 0.5)}
+        assert all(torch.equal(made.personalized()[k], used[str(name)][k]) for k, name in enumerate(chosen))
+
+
+@pytest.mark.parametrize("round_", [3, 4])
+def test_held_out_samples_return_after_the_last_round_of_the_choice(round_: int) -> None:
+    data = small.federation()
+    clients, sizes = torch.arange(5), data.train_size
+    drawn = own_indices(0, round_, clients, data.train_start, sizes, 50, 4, HeldOut(SHARE, 3)).flatten(1)
+    seen = torch.tensor([len(row.unique()) for row in drawn])
+    assert torch.equal(seen, sizes - (HeldOut(SHARE).sizes(sizes) if round_ == 3 else 0))
+
+
+def test_a_method_that_holds_samples_out_to_the_end_does_so_inside_too() -> None:
+    made = Best.of(Mapper(**small.COMMON), choose_rounds=3)
+    assert held_out_of(made, 0.0) == HeldOut(0.25, None)
+    assert held_out_of(Best.of(FedAvg(), choose_rounds=3), 0.0) == HeldOut(0.25, 3)
+    assert held_out_of(Best.of(FedAvg(), choose_rounds=3), 0.1) == HeldOut(0.1, None)
 
 
 def test_validation_accuracy_by_hand() -> None:
@@ -190,7 +247,8 @@ def test_a_run_says_who_uses_what(tmp_path: Path) -> None:
     ("setting", "text"),
     [
         ("data.validation=1", "data.validation: 1 given, must be"),
-        ("data.validation=0", "data.validation: 0.0 given, must be above 0"),
+        ("evaluation.validation=0", "evaluation.validation: 0 given, must be a finite number above 0 and below 1"),
+        ("evaluation.choose_rounds=0", "evaluation.choose_rounds: 0 given, must be"),
         ("data.max_samples=2", "data.validation: 0.3 given, must be 0, or"),
         ("evaluation.mixes=[1.0]", "evaluation.mixes: [1.0] given, must be"),
         ("evaluation.margin=-1", "evaluation.margin: -1 given, must be"),
@@ -213,7 +271,7 @@ def test_a_client_with_one_sample_has_none_to_hold_out() -> None:
     data = replace(small.federation(), train_size=torch.tensor([9, 1, 9, 9, 9]))
     with pytest.raises(TDPFedError, match=r"^validation: 0\.2 given.*client 1 has 1"):
         data.with_validation(0.2)
-    with pytest.raises(TDPFedError, match=r"^algorithm\.validation: 0\.2 given.*client 1 has 1"):
+    with pytest.raises(TDPFedError, match=r"^evaluation\.validation: 0\.25 given.*client 1 has 1"):
         small.train(Best.of(FedAvg(**small.COMMON)), 0, data=data)
 
 
@@ -221,5 +279,7 @@ def test_the_configuration_makes_it() -> None:
     config = load_config("digits", ["data.validation=0.25", "evaluation.personalize=best", "evaluation.margin=2"])
     made = config.make_algorithm()
     assert made == Best.of(config.method, validation=0.25, margin=2.0)
+    free = load_config("digits", ["evaluation.personalize=best", "run.rounds=41"])
+    assert free.make_algorithm() == Best.of(free.method, choose_rounds=20)
     assert (made.name, made.rates.keys() - config.method.rates.keys()) == (config.method.name, {"alone_rate"})
     assert json.dumps(config.as_dict()["evaluation"])

@@ -24,7 +24,7 @@ from by_hand import (
     step,
 )
 from tdpfed.algorithms import Algorithm, Dapper, FedAvg, HypCluster, Mapper
-from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, own_indices, permute
 from tdpfed.core.state import Turn
 from tdpfed.data import Federation
 from tdpfed.errors import TDPFedError
@@ -205,7 +205,7 @@ def test_sizes_of_what_is_held_out() -> None:
     assert held_out_sizes(size, 0.999).tolist() == [1, 2, 4, 9, 999]
     assert held_out_sizes(size, 0.0).tolist() == [0] * 5
     clients, start = torch.arange(5), size.cumsum(0) - size
-    whole = own_indices(3, 1, clients, start, size, 4, 3, 0.0)
+    whole = own_indices(3, 1, clients, start, size, 4, 3, HeldOut())
     assert torch.equal(whole, batch_indices(3, 1, clients, start, size, 4, 3))
 
 

@@ -55,7 +55,7 @@ def several_auc(y: Tensor, scores: Any, columns: int) -> float:
     return float(np.mean(areas))
 
 
-def label_auc(y: Tensor, outputs: Tensor) -> float:
+def label_auc(outputs: Tensor, y: Tensor) -> float:
     some = [c for c in range(y.shape[1]) if 0 < int(y[:, c].sum()) < len(y)]
     return float(np.mean([sk.roc_auc_score(y[:, c].long().numpy(), outputs[:, c].numpy()) for c in some]))
 

@@ -251,3 +251,29 @@ def test_half_precision_and_reprs() -> None:
 def test_bad_input_is_refused(make_one: Any, message: str) -> None:
     with pytest.raises(TDPFedError, match=message):
         make_one()
+
+
+@pytest.mark.parametrize("how", [how for how, _, _ in KINDS], ids=[how["kind"] for how, _, _ in KINDS])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_tensorize_at_full_rank_keeps_convolutions_of_every_order(how: Any, axes: int, stride: int) -> None:
+    torch.manual_seed(0)
+    dense = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes]
+    model: Any = nn.Sequential(
+        dense(2, 6, 3, stride=stride, padding=1, dtype=torch.float64), nn.Tanh(),
+        dense(6, 4, 2, dilation=2, dtype=torch.float64),
+    )  # fmt: skip
+    x = randn(3, 2, *[8] * axes, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+    full = {
+        name: value.numel() // max(value.shape) if how["kind"] == "cp" else 1000
+        for name, value in model.named_parameters() if value.ndim > 1
+    }  # fmt: skip
+    tensorized = tensorize(model, ranks=full, **how)
+    assert not isinstance(tensorized[0], dense)
+    assert not isinstance(tensorized[2], dense)
+    assert relative(tensorized(x), model(x)) < 1e-5

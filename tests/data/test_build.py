@@ -19,6 +19,20 @@ def held(fed: Federation) -> list[set[int]]:
     return [set(torch.cat(fed.client(k)[1::2]).tolist()) for k in range(fed.clients)]
 
 
+@pytest.mark.parametrize(
+    ("given", "partition", "allowed"),
+    [
+        ({"alpha": 0.1}, None, "dirichlet"), ({"alpha": 0.1}, "iid", "dirichlet"),
+        ({"per_client": 3}, "dirichlet", "classes"), ({"size_skew": 1.0}, "dirichlet", "iid"),
+    ],
+)  # fmt: skip
+def test_what_another_partition_would_ignore_is_refused(
+    given: dict[str, float], partition: str | None, allowed: str
+) -> None:
+    with pytest.raises(TDPFedError, match=rf"with partition .*; allowed: with {allowed}"):
+        make_federation(partition=partition, clients=4, **given)  # type: ignore[arg-type]
+
+
 def test_the_default_is_digits_two_classes_to_each_of_twenty() -> None:
     fed = make_federation()
     assert (fed.name, fed.clients, fed.input_shape, fed.classes) == ("digits", 20, (1, 8, 8), 10)

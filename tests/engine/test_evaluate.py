@@ -133,6 +133,21 @@ def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatc
     assert evaluate.samples_at_once(objective, data) == 3
 
 
+def test_clients_with_many_samples_are_scored_by_themselves_with_the_same_outcome() -> None:
+    """To the bit whoever is scored with them, and however many samples fit at once."""
+    many = evaluate.ONE_BY_ONE_SAMPLES
+    objective, theta, data = case([many + 30, 5, 0, many, many - 1])
+    whole = evaluate.score_each(objective, theta, data, torch.arange(5))
+    expected = [by_hand(objective, theta[k], data, k) for k in range(5)]
+    assert correct(whole).tolist() == [right for right, _ in expected]
+    assert whole.loss.tolist() == pytest.approx([loss for _, loss in expected], rel=1e-12)
+    for company in ([0], [3, 4], [4, 2, 0]):
+        some = evaluate.score(objective, lambda rows, c=company: theta[c][rows], data, torch.tensor(company))  # type: ignore[misc]
+        assert torch.equal(some.loss, whole.loss[company])
+    pieces = evaluate.score_each(objective, theta, data, torch.arange(5), 17)
+    assert correct(pieces).tolist() == correct(whole).tolist()
+
+
 def test_convolutions_are_scored_client_by_client_on_a_cpu_with_the_same_outcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

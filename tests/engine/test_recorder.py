@@ -1,11 +1,14 @@
 """What a record says: models of all three kinds by hand, honest clients alone, and a sample of clients."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, Participation, PFedMe
+from tdpfed.engine import evaluate
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -41,6 +44,34 @@ def test_a_record_by_hand() -> None:
     assert small.carries(record.uplink_bytes, 3, simulation.objective.layout.size)
     assert small.carries(record.downlink_bytes, 3, simulation.objective.layout.size)
     assert record.minibatch_loss == simulation.minibatch_loss
+
+
+@pytest.mark.parametrize(("name", "passes"), [("fedavg", 2), ("pfedme", 3), ("local", 1)])
+def test_models_that_are_the_same_are_evaluated_once(name: str, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of FedAvg uploads the model that it keeps; pFedMe has three models for each client."""
+    simulation = small.train(small.variants()[name], 1)
+    scored = small.watched(monkeypatch, evaluate, "score")
+    simulation.record(0.0)
+    assert sum(int(score.count.sum()) for score in scored) == passes * int(simulation.federation.test_size.sum())
+
+
+def test_training_losses_are_those_of_the_models_they_are_named_after() -> None:
+    """On all training samples, where the loss of the last minibatch is another number."""
+    data = small.federation()
+    simulation = small.train(PFedMe(**small.COMMON), 1, train_loss=True, data=data)
+    record = simulation.record(0.0)
+
+    def mean_loss(models: Callable[[int], Tensor]) -> float:
+        found = [
+            nn.functional.cross_entropy(simulation.objective.outputs(models(k), x), y, reduction="sum")
+            for k, (x, y, _, _) in enumerate(map(data.client, range(5)))
+        ]
+        return float(torch.stack(found).sum()) / int(data.train_size.sum())
+
+    own = mean_loss(lambda k: simulation.private["theta"][k])
+    assert record.personalized_train_loss == pytest.approx(own)
+    assert record.global_train_loss == pytest.approx(mean_loss(lambda _: simulation.server["w"]))
+    assert record.minibatch_loss != pytest.approx(own, rel=1e-3)
 
 
 def test_only_honest_clients_accuracy_counts() -> None:

@@ -67,7 +67,7 @@ def test_the_operators_numbers_are_the_weights(tmp_path: Path) -> None:
 def test_clients_are_drawn_by_the_operators_numbers_as_in_simulation(tmp_path: Path) -> None:
     case = Case(
         tmp_path, *QUICK, "participation.sampling=samples", "participation.clients=2", "algorithm.weights=uniform",
-        "data.max_samples=100", "data.size_skew=0.3",
+        "data.partition=iid", "data.size_skew=0.5",
     )  # fmt: skip
     sizes = case.simulation.federation.train_size.tolist()
     assert len(set(sizes)) > 1

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import small
 from tdpfed.cli import app
 from tdpfed.cli.display import grid_progress
 from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError
 from tdpfed.paper.experiment import cells_of, choose, find, overruled, write
+from tdpfed.paper.figures import _curve, quantity
 from tdpfed.paper.published import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
 from tdpfed.paper.tables import _late, make, to_page
+from tdpfed.report.group import Group
+from tdpfed.report.read import read_runs
 from tdpfed.runs.grid import run_cells
 
 SMALL = ["data.name=digits", "data.clients=5", "algorithm.tau=1", "run.device=cpu"]
@@ -25,7 +29,7 @@ SMALL = ["data.name=digits", "data.clients=5", "algorithm.tau=1", "run.device=cp
 def run(folder: Path, *, tables: Any = (), figures: Any = (), rounds: int = 2, seeds: int = 2, more: Any = ()) -> Any:
     study = find("mnist")
     wanted = choose(study, tables, figures)
-    cells = cells_of(study, study.needed(*wanted), rounds, seeds, [*SMALL, *more])
+    cells = cells_of(study, study.needed(*wanted), rounds, seeds, [*SMALL, *more], wanted[1])
     with grid_progress(cells) as show:
         outcomes = run_cells(cells, folder / "runs", None, on_start=show.start, on_round=show.round, on_end=show.end)
     return write(study, folder, outcomes, *wanted), outcomes
@@ -91,6 +95,21 @@ def test_settings_of_a_row_are_those_it_names() -> None:
         assert cell.config.algorithm[words.get(key, key)] == float(value)
 
 
+def test_figures_of_losses_name_the_loss_that_they_show(tmp_path: Path) -> None:
+    """That on all training samples, of the model a curve is named after; without it, that on the last minibatch."""
+    few = [*SMALL, "data.max_samples=20"]
+    for given, shown in (([], "training loss"), (["run.train_loss=false"], "loss on the last minibatch")):
+        folder = tmp_path / shown
+        (figure,) = [
+            file
+            for file in run(folder, figures=(3,), rounds=1, seeds=1, more=[*few, *given])[0]
+            if "figure" in file.name
+        ]
+        assert f">{shown}</text>" in figure.read_text()
+        record = json.loads((folder / "runs/fedavg-seed0/metrics.jsonl").read_text().splitlines()[-1])
+        assert ("personalized_train_loss" in record) == (not given)
+
+
 def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Path) -> None:
     files, outcomes = run(tmp_path, tables=(1, 2), figures=(2, 3))
     names = {file.name for file in files}
@@ -121,6 +140,63 @@ def test_it_writes_tables_figures_and_origin_and_runs_nothing_twice(tmp_path: Pa
     assert "(figure-2.svg)" in page
     again = run(tmp_path, tables=(1, 2), figures=(2, 3))[1]
     assert all(outcome.kept for outcome in again)
+
+
+class Axes:
+    """Keeps what is drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[str, tuple[Any, Any]] = {}
+
+    def plot(self, at: Any, mean: Any, label: str, **look: Any) -> None:
+        self.drawn[label] = list(at), list(mean)
+
+    def fill_between(self, *given: Any, **look: Any) -> None:
+        pass
+
+
+def curves(folder: Path) -> tuple[str, dict[str, tuple[Any, Any]]]:
+    """Return the name of what the figure of losses shows, and its curves."""
+    study, axes = find("mnist"), Axes()
+    paths = sorted((folder / "runs").iterdir())
+    groups = {
+        name: Group(name, tuple(read_runs([path for path in paths if path.name.startswith(f"{name}-seed")])[0]))
+        for name in {path.name.rpartition("-seed")[0] for path in paths}
+    }
+    fields, name = quantity(study, "loss", groups)
+    for row in study.curves["x2"]:
+        _curve(axes, 0, row, fields[row.accuracy], groups.get(row.run))
+    return name, axes.drawn
+
+
+def test_a_figure_of_losses_shows_those_of_the_models_its_curves_are_named_after(tmp_path: Path) -> None:
+    """On all training samples; earlier runs that did not record them show the minibatches' losses, under that name."""
+    later, earlier = tmp_path / "later", tmp_path / "earlier"
+    run(later, figures=(3,), seeds=1)
+    name, drawn = curves(later)
+    assert name == "training loss"
+    for label, run_name, model in (
+        ("FedAvg, global", "fedavg", "global"), ("pFedMe, personalized", "pfedme", "personalized"),
+        ("FedAvg (s.a.r.), x2, global", "fedavg_sar-x2", "global"),
+    ):  # fmt: skip
+        lines = small.lines(later / "runs" / f"{run_name}-seed0" / "metrics.jsonl")
+        assert drawn[label] == ([1, 2], pytest.approx([line[f"{model}_train_loss"] for line in lines]))
+    run(earlier, tables=(3,), seeds=1)
+    outcomes = run(earlier, figures=(3,), seeds=1)[1]
+    assert all(outcome.kept for outcome in outcomes if "eta" not in outcome.cell.name)
+    name, drawn = curves(earlier)
+    assert name == "loss on the last minibatch"
+    lines = small.lines(earlier / "runs" / "fedavg-seed0" / "metrics.jsonl")
+    assert drawn["FedAvg"] == ([1, 2], pytest.approx([line["minibatch_loss"] for line in lines]))
+
+
+def test_only_runs_in_a_figure_of_losses_evaluate_training_samples() -> None:
+    study = STUDIES["mnist"]
+    runs = list(study.runs)
+    shown = {row.run for panel in study.curves.values() for row in panel}
+    for figures, expected in (((), set[str]()), ((2,), set()), ((2, 3), shown)):
+        cells = cells_of(study, runs, None, 1, (), figures)
+        assert {cell.name.rpartition("-seed")[0] for cell in cells if cell.config.run.train_loss} == expected
 
 
 def test_a_run_that_fails_is_named_and_leaves_its_row_empty(tmp_path: Path) -> None:

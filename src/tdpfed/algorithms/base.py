@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, dataclass_transform
 import torch
 from torch import Tensor
 
+from tdpfed.core.draws import HeldOut
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
 from tdpfed.core.recipe import USUAL
@@ -230,6 +231,11 @@ class Algorithm(ABC):
         return 0.0
 
     @property
+    def held_out_until(self) -> int | None:
+        """The last round in which they are; in later rounds all samples are trained on. None: to the end."""
+        return None
+
+    @property
     def public_samples(self) -> int:
         """The number of samples that all clients have in common."""
         return 0
@@ -305,3 +311,8 @@ class Algorithm(ABC):
     @abstractmethod
     def global_model(self, server: State) -> Tensor | None:
         """Return the parameters of the global model; None if there is none."""
+
+
+def held_out_of(algorithm: Algorithm, validation: float) -> HeldOut:
+    """Return which training samples are held out: always the share that the data names, or what the method asks for."""
+    return HeldOut(validation) if validation else HeldOut(algorithm.held_out, algorithm.held_out_until)

@@ -2,9 +2,11 @@
 
 Beside the method the client trains a model alone, by SGD as :class:`~tdpfed.algorithms.local.Local` does. After each of
 its rounds it compares, on samples that it holds out of training, the method's personalized model, the one it uploads,
-its own, and mixtures on the line between the first and its own. Nothing more travels.
+its own, and mixtures on the line between the first and its own. In later rounds it keeps to its last choice and trains
+on all of its samples. Nothing more travels.
 """
 
+from collections.abc import Callable
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -34,8 +36,12 @@ class Best(Algorithm):
 
     inner: Algorithm | None = field(default=None, metadata={"bound": True})
     validation: float = hyper(
-        0.2, "share of each client's training samples that is held out for the choice", above=0, below=1
+        0.25, "share of each client's training samples that is held out for the choice", above=0, below=1
     )
+    choose_rounds: int | None = hyper(
+        None, "rounds in which the choice is made; then all samples are trained on; default: half of run.rounds",
+        least=1, most=10**9,
+    )  # fmt: skip
     alone_rate: float = hyper(0.05, "learning rate of the model trained alone", above=0, most=1e38, rate=True)
     mixes: tuple[float, ...] = hyper(
         (0.25, 0.5, 0.75), "candidates between the method's model (0) and the one trained alone (1)", above=0, below=1
@@ -133,6 +139,11 @@ class Best(Algorithm):
         return max(self.validation, self.method.held_out)
 
     @property
+    def held_out_until(self) -> int | None:
+        """The last round of the choice, unless the method holds samples out to the end."""
+        return None if self.method.held_out else self.choose_rounds
+
+    @property
     def public_samples(self) -> int:
         """The method's."""
         return self.method.public_samples
@@ -184,33 +195,39 @@ class Best(Algorithm):
         alone, _ = local.descend(private["alone"], lr=self.alone_rate)
         federated = self.method.personalized(kept)
 
-        def model(name: str, number: int) -> Tensor:
+        def model(number: int) -> Tensor:
+            name = self.candidates[number]
+            if name in ("method", "alone"):
+                return federated if name == "method" else alone
             if name == "uploaded":
                 return self.method.local_model(kept, upload)
-            mixed = number - len(self.candidates) + 1 + len(self.mixes)
-            return alone if name == "alone" else torch.lerp(federated, alone, self.mixes[mixed])
+            return torch.lerp(federated, alone, self.mixes[number - len(self.candidates) + 1 + len(self.mixes)])
 
-        errors = self._errors(federated, local)
-        theta, choice = federated, federated.new_zeros(*federated.shape[:-1], 1)
-        best = torch.zeros_like(choice)
-        for number, name in enumerate(self.candidates[1:], 1):
-            other = model(name, number)
-            gain, sure = self._gain(errors, self._errors(other, local), local)
-            better = sure & (gain > best)
-            theta, best = torch.where(better, other, theta), torch.where(better, gain, best)
-            choice = torch.where(better, number, choice)
+        choice, last = private[CHOICE], self.choose_rounds
+        still = True if last is None else local.turn.round <= last  # a tensor in rounds that are recorded for a GPU
+        if still is not False:
+            chosen = self._choice(model, local)
+            choice = chosen if still is True else torch.where(still, chosen, choice)
+        theta = federated
+        for number in range(1, len(self.candidates)):
+            theta = torch.where(choice == number, model(number), theta)
         return {"theta": theta, "alone": alone, CHOICE: choice, **_outside(kept)}, upload, metrics
 
-    def _errors(self, theta: Tensor, local: LocalWork) -> Tensor:
-        """Return the error on each validation sample, ``(..., N)``: half whether it is wrong, half how unlikely it was.
+    def _choice(self, models: Callable[[int], Tensor], local: LocalWork) -> Tensor:
+        """Return the number of the model that validates best, ``(..., 1)``; the method's if none is surely better."""
+        errors = self._errors(models(0), local)
+        choice = errors.new_zeros(*errors.shape[:-1], 1)
+        best = torch.zeros_like(choice)
+        for number in range(1, len(self.candidates)):
+            gain, sure = self._gain(errors, self._errors(models(number), local), local)
+            better = sure & (gain > best)
+            best, choice = torch.where(better, gain, best), torch.where(better, number, choice)
+        return choice
 
-        The second is ``1 - exp(-loss)``, one minus the probability of the right class. It lies between 0 and 1 too, so
-        that no sample decides alone, and tells apart models that are wrong equally often. Of numbers it is the loss.
-        """
+    def _errors(self, theta: Tensor, local: LocalWork) -> Tensor:
+        """Return the error on each validation sample, ``(..., N)``: whether it is wrong; for numbers the loss."""
         parts = [local.per_sample(theta, local.validation(t)) for t in range(self.choice_batches)]
-        return torch.cat([
-            loss if correct is None else (1 - correct.to(loss) - torch.expm1(-loss)) / 2 for loss, correct in parts
-        ], -1)  # fmt: skip
+        return torch.cat([loss if correct is None else 1 - correct.to(loss) for loss, correct in parts], -1)
 
     def _gain(self, before: Tensor, after: Tensor, local: LocalWork) -> tuple[Tensor, Tensor]:
         """Return by how much the mean error is lower, ``(..., 1)``, and whether by more than the margin.

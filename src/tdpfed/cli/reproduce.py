@@ -127,7 +127,7 @@ def _paper(
     if figures:
         check("--figure")  # fail now, not after all the runs
     needed = study.needed(tables, figures)
-    cells = experiment.cells_of(study, needed, rounds, seeds, overrides)
+    cells = experiment.cells_of(study, needed, rounds, seeds, overrides, figures)
     print_stderr(f"warning: {line}" for line in experiment.overruled(study, needed, rounds, overrides))
     if no_run:
         cells = finished(cells, folder / "runs")

@@ -106,8 +106,6 @@ def checked_config(values: Mapping[str, Any], errors: list[TDPFedError]) -> Conf
                 check_numbers(settings)
             except TDPFedError as error:
                 errors += each(error.within(ALGORITHM if name == "method" else name))
-    if len(errors) == before and made["evaluation"].personalize == "best" and not made["data"].validation:
-        errors.append(wrong("data.validation", 0.0, "above 0 and below 1 with evaluation.personalize 'best'"))
     return None if len(errors) > before else Config(**made, given=frozenset(flat(values)))
 
 

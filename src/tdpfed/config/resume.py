@@ -11,6 +11,7 @@ from tdpfed.errors import TDPFedError, raise_all
 MAY_DIFFER: Mapping[str, str] = {
     "run.rounds": "the run ends later; completed rounds stay; fixed if a schedule follows it",
     "run.evaluate_every": "which rounds are reported",
+    "run.train_loss": "whether models are also evaluated on training samples",
     "run.diagnostics_every": "which rounds are measured",
     "run.loggers": "where records are also sent",
     "run.device": "where it is computed; sums are rounded differently",
@@ -29,6 +30,14 @@ def settings_by_key(config: Config) -> dict[str, Any]:
     return values
 
 
+def follows_rounds(config: Config) -> bool:
+    """Return whether what a round computes depends on the number of rounds: its rate, or what it trains on."""
+    rounds, best = config.run.rounds, not config.data.validation
+    return config.optimizer.over(rounds) != config.optimizer or (
+        best and config.evaluation.over(rounds) != config.evaluation
+    )
+
+
 def check_same_run(saved: object, config: Config, where: str) -> None:
     """Refuse a configuration that differs from a saved one in anything but :data:`MAY_DIFFER`; name all differences.
 
@@ -37,8 +46,8 @@ def check_same_run(saved: object, config: Config, where: str) -> None:
     if not isinstance(saved, Mapping):
         raise TDPFedError(f"none saved in {where}, so it cannot be shown to be of this run", field="configuration")
     now, may_differ = settings_by_key(config), set(MAY_DIFFER)
-    if config.optimizer.over(config.run.rounds) != config.optimizer:
-        may_differ.remove("run.rounds")  # the learning rate of every round depends on it
+    if follows_rounds(config):
+        may_differ.remove("run.rounds")
     raise_all(
         [
             TDPFedError(

@@ -5,9 +5,9 @@ averaging and privacy in ``server``, a method's hyper-parameters in its class. T
 run and combines the others.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -191,10 +191,17 @@ class Evaluation(Section):
         False,
         "also evaluate the models with which clients begin the next round: after the server's message, before training",
     )
+    validation: float = same(Best, "validation")
+    choose_rounds: int | None = same(Best, "choose_rounds")
     alone_rate: float = same(Best, "alone_rate")
     mixes: tuple[float, ...] = same(Best, "mixes")
     margin: float = same(Best, "margin")
     choice_batches: int = same(Best, "choice_batches")
+
+    def over(self, rounds: int) -> Self:
+        """Return the same settings for a run of so many rounds."""
+        open_ = self.personalize == "best" and self.choose_rounds is None
+        return replace(self, choose_rounds=max(1, rounds // 2)) if open_ else self
 
 
 ALGORITHM = "algorithm"
@@ -243,11 +250,13 @@ class Config:
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
-        settings = plain(self.evaluation)
+        settings = plain(self.evaluation.over(self.run.rounds))
         del settings["received"]
         if settings.pop("personalize") == "own":
             return self.method
-        return Best.of(self.method, validation=self.data.validation, **settings)
+        if self.data.validation:  # held out to the end, so that records can tell the accuracy on it
+            settings |= {"validation": self.data.validation, "choose_rounds": None}
+        return Best.of(self.method, **settings)
 
     def device(self) -> torch.device:
         """Return the device to compute on."""

@@ -14,6 +14,9 @@ from tdpfed.data.build import BY_CLASS, SKEWED
 TOLERANCE = 0.8
 """Fraction of the requested compression below which a warning is given; whole ranks and biases always cost a little."""
 
+CHOOSING = ("validation", "choose_rounds", "alone_rate", "mixes", "margin", "choice_batches")
+"""The keys of ``evaluation`` that only the choice of models uses."""
+
 
 def advice(config: Config, algorithm: Algorithm) -> list[str]:
     """Return warnings about a configuration and its algorithm, which is bound to the model."""
@@ -62,7 +65,9 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("optimizer.rounds", config.optimizer.schedule == "cosine", "optimizer.schedule = 'cosine'"),
         ("optimizer.every", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
         ("optimizer.factor", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
-        *((f"evaluation.{name}", best, chosen) for name in ("alone_rate", "mixes", "margin", "choice_batches")),
+        *((f"evaluation.{name}", best, chosen) for name in CHOOSING),
+        ("evaluation.validation", not config.data.validation, "data.validation = 0, which is used for the choice too"),
+        ("evaluation.choose_rounds", not config.data.validation, "data.validation = 0, which is held out to the end"),
         ("server.rate", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.momentum", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.decay", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),

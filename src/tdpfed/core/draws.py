@@ -8,6 +8,7 @@ arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are ri
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from typing import Any, TypeVar
@@ -153,6 +154,22 @@ def held_out_sizes(size: Tensor, share: float) -> Tensor:
     return (share * size.double() + 1e-9).floor().long().clamp_min(1) if share else torch.zeros_like(size)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """The share of each client's training samples that is held out for validation, and until which round."""
+
+    share: float = 0.0
+    until: int | None = None  # the last round in which it is; then all samples are trained on. None: to the end
+
+    def sizes(self, size: Tensor) -> Tensor:
+        """Return the number of each client's validation samples."""
+        return held_out_sizes(size, self.share)
+
+    def sizes_in(self, size: Tensor, round_: int | Tensor) -> Tensor:
+        """Return how many of them are not trained on in a round."""
+        return self.sizes(size) if self.until is None else self.sizes(size) * (round_ <= self.until)
+
+
 def own_indices(
     seed: int | Tensor,
     round_: int | Tensor,
@@ -161,7 +178,7 @@ def own_indices(
     size: Tensor,
     draws: int,
     batch_size: int,
-    share: float,
+    held_out: HeldOut,
     validation: bool = False,
     by_pass: bool = False,
 ) -> Tensor:
@@ -169,13 +186,13 @@ def own_indices(
 
     Which samples are held out is drawn once for a client and run.
     """
-    held = held_out_sizes(size, share)
-    kept, first = size - held, torch.zeros_like(size)
-    if not share:
+    if not held_out.share:
         return batch_indices(seed, round_, clients, start, size, draws, batch_size, by_pass=by_pass)
     if validation:
-        place = batch_indices(seed, round_, clients, kept, held, draws, batch_size, Stream.VALIDATION)
+        held = held_out.sizes(size)
+        place = batch_indices(seed, round_, clients, size - held, held, draws, batch_size, Stream.VALIDATION)
     else:
+        kept, first = size - held_out.sizes_in(size, round_), torch.zeros_like(size)
         place = batch_indices(seed, round_, clients, first, kept, draws, batch_size, by_pass=by_pass)
     seed = seed[:, None, None] if isinstance(seed, Tensor) and seed.ndim else seed
     bits = key(seed, Stream.HOLD_OUT, clients[:, None, None])

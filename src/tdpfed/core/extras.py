@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, batch_indices, held_out_sizes, key, length_in_pass, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, length_in_pass, own_indices, permute
 from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import Turn
 
@@ -22,7 +22,7 @@ def extras_of(
     *,
     expected: int,
     batch_size: int,
-    held_out: float,
+    held_out: HeldOut,
     public: Batch | None,
     passing: int | None = None,
 ) -> Extras:
@@ -62,8 +62,8 @@ def extras_of(
         return drawn(t)[..., :count] - numbers
 
     return Extras(
-        validation=_batches(data, own(validation=True)) if held_out else None,
-        held_out=held_out_sizes(size, held_out).reshape(turn.clients.shape) if held_out else None,
+        validation=_batches(data, own(validation=True)) if held_out.share else None,
+        held_out=held_out.sizes(size).reshape(turn.clients.shape) if held_out.share else None,
         public=None if public is None else _batches(public, common(public)),
         positions=positions,
     )

@@ -162,6 +162,9 @@ def _auc(outputs: Tensor, targets: Tensor) -> float:
     return sum(areas) / len(areas) if areas else float("nan")
 
 
+SURPRISE = _surprise
+"""What perplexity adds up: the cross-entropy of each sample, and the positions it is of."""
+
 ACCURACY = Metric("accuracy", True, ("classes", "labels", "tokens"), correct, _share)
 """Correct predictions over predictions."""
 

@@ -186,7 +186,8 @@ def check_needs(
     if not federation.validation and bool((held >= federation.train_size).any()):
         client = int(federation.train_size.argmin())
         allowed = f"left out, or data with at least 2 training samples for every client: client {client} has 1"
-        errors.append(wrong("algorithm.validation", algorithm.held_out, allowed))
+        section = "evaluation" if algorithm.candidates else "algorithm"
+        errors.append(wrong(f"{section}.validation", algorithm.held_out, allowed))
     raise_all(errors)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from tdpfed.core.metrics import ACCURACY, Metric
+from tdpfed.core.metrics import ACCURACY, SURPRISE, Metric
 from tdpfed.core.objective import Objective
 from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
@@ -31,7 +31,7 @@ ACTIVATIONS_AT_ONCE = 1 << 28
 """Most activations of one forward pass."""
 
 ONE_BY_ONE_SAMPLES = 100
-"""From this many samples per client on, convolutions run faster one client at a time than for all together."""
+"""A client with this many samples is computed alone on a CPU, which is faster from there on."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def score(
     parts = [
         _score_together(
             objective, parameters(slice(first, first + together)), federation,
-            _Tally(objective.task, federation, clients[first : first + together], like), width,
+            _Tally(objective.task, federation, clients[first : first + together], like), width, at_once,
         ).parts()
         for first in range(0, len(clients), together)
     ] or [_Tally(objective.task, federation, clients, like).score.parts()]  # fmt: skip
@@ -178,7 +178,10 @@ class _Tally:
         self.weight[rows] += weight.where(counts, 0).sum(-1)
         self.loss[rows] += (losses * weight).where(counts, 0).sum(-1)
         for name, values in self.summed.items():
-            found = values(flat, wanted).double().reshape(*counts.shape, -1)
+            if values is SURPRISE and self.task.loss.name == "cross_entropy":  # it is the loss
+                found = torch.stack([losses * weight, weight], -1)
+            else:
+                found = values(flat, wanted).double().reshape(*counts.shape, -1)
             self.sums[name][rows] += found.where(counts.unsqueeze(-1), 0).sum(1)
         for kept, new in zip(self.kept, (outputs, targets), strict=False):
             width = min(new.shape[1], self.longest - done)
@@ -190,28 +193,29 @@ class _Tally:
         return Score(self.size, self.weight, self.loss, self.sums, *self.kept).mapped(Tensor.cpu)
 
 
-def _score_together(objective: Objective, theta: Tensor, federation: Federation, tally: _Tally, width: int) -> Score:
-    """Evaluate clients that are computed together, in pieces of ``width`` samples."""
+def _score_together(
+    objective: Objective, theta: Tensor, federation: Federation, tally: _Tally, width: int, at_once: int
+) -> Score:
+    """Evaluate some clients, together in pieces of ``width`` samples, those with many samples one by one."""
     clients, size = tally.clients, tally.size
     start = federation.test_start[clients]
     everybody = torch.arange(len(clients), device=theta.device)
-    alone = objective.one_by_one(theta) or (
-        objective.convolves and int(size.sum()) >= ONE_BY_ONE_SAMPLES * len(clients)
-    )
+    many = (size >= ONE_BY_ONE_SAMPLES) & (theta.device.type == "cpu")
+    alone = size > 0 if objective.one_by_one(theta) else many
     compute = vmap(objective.outputs)
     with torch.no_grad():
-        for done in range(0, int(size.max()), width):
-            left = everybody[size > done]
-            for rows in left.split(1 if alone else len(left)):
-                filled = rows if alone or len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
-                place = done + torch.arange(width, device=theta.device)
-                index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
-                x, y = federation.x[index], federation.y[index[: len(rows)]]
-                if alone:
-                    outputs = objective.outputs(theta if theta.ndim == 1 else theta[int(rows)], x[0])[None]
-                else:
-                    whole = len(rows) == len(clients) >= MIN_CLIENTS
-                    own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
-                    outputs = compute(own, x)[: len(rows)]
-                tally.add(rows, done, outputs, y)
+        for row in everybody[alone].tolist():
+            first, count = int(start[row]), int(size[row])
+            for done in range(0, count, at_once):
+                piece = slice(first + done, first + min(done + at_once, count))
+                outputs = objective.outputs(theta if theta.ndim == 1 else theta[row], federation.x[piece])
+                tally.add(everybody[row : row + 1], done, outputs[None], federation.y[piece][None])
+        for done in range(0, int(size.where(~alone, 0).max()), width):
+            rows = everybody[(size > done) & ~alone]
+            filled = rows if len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
+            place = done + torch.arange(width, device=theta.device)
+            index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
+            whole = len(rows) == len(clients) >= MIN_CLIENTS
+            own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
+            tally.add(rows, done, compute(own, federation.x[index])[: len(rows)], federation.y[index[: len(rows)]])
     return tally.score

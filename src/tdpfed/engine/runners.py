@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tdpfed.algorithms.base import Algorithm
-from tdpfed.core.draws import held_out_sizes, length_in_pass, own_indices
+from tdpfed.algorithms.base import Algorithm, held_out_of
+from tdpfed.core.draws import HeldOut, length_in_pass, own_indices
 from tdpfed.core.extras import extras_of
 from tdpfed.core.local import NO_EXTRAS, Batch, Extras, LocalWork
 from tdpfed.core.objective import Objective
@@ -65,9 +65,9 @@ class Runner:
     receives: bool = False  # instead of a round: the model of each client after the message, as upload
 
     @property
-    def held_out(self) -> float:
-        """The share of each client's training samples that is held out: of the data, or what the method asks for."""
-        return self.federation.validation or self.algorithm.held_out
+    def held_out(self) -> HeldOut:
+        """Which of each client's training samples are held out: as the data says, or as the method asks."""
+        return held_out_of(self.algorithm, self.federation.validation)
 
     def run(self, server: State, private: State, turn: Turn, participants: int | None = None) -> Updates:
         """Run the turn's clients; ``private`` holds their rows, in the same order.
@@ -99,13 +99,15 @@ class Runner:
 
         So every computation has clients of one size, and no method needs to know about the others.
         """
-        sizes = self._sizes[turn.clients.cpu()]
+        every = self._sizes(int(turn.round))
+        sizes = every[turn.clients.cpu()]
         tasks: list[Callable[[], Updates]] = []
         groups = [
             (size, (sizes == size).nonzero().flatten().to(turn.clients.device)) for size in sizes.unique().tolist()
         ]
         for size, rows in groups:
-            runner, group, kept = self.of_size(size), replace(turn, clients=turn.clients[rows]), rows_of(private, rows)
+            runner = self.of_size(size, alike=bool((every == size).all()))
+            group, kept = replace(turn, clients=turn.clients[rows]), rows_of(private, rows)
             if self.kind == "loop":
                 tasks += [partial(runner._run_one, server, kept, group, row) for row in range(len(rows))]
             else:
@@ -114,10 +116,12 @@ class Runner:
         found, back = joined(done), torch.cat([rows for _, rows in groups]).argsort()
         return found if len(groups) == 1 else Updates(*(rows_of(part, back) for part in found.parts))
 
-    def of_size(self, size: int) -> "Runner":
-        """Return the runner of clients that pass through so many training samples."""
+    def of_size(self, size: int, *, alike: bool = True) -> "Runner":
+        """Return the runner of clients that pass through so many training samples; ``alike``: all clients do.
+
+        Otherwise rounds are not recorded: a recording for each size would fill a GPU's memory.
+        """
         if size not in self._by_size:
-            alike = bool((self._sizes == size).all())  # otherwise a recording for each size would fill a GPU's memory
             made = replace(self, algorithm=self.algorithm.of_size(size), passing=size, graphs=self.graphs and alike)
             vars(made).update(gradient=self.gradient, used=self.used, groups=self.groups, fitting=self.fitting)
             self._by_size[size] = made
@@ -137,11 +141,10 @@ class Runner:
     def _by_size(self) -> dict[int, "Runner"]:
         return {}
 
-    @cached_property
-    def _sizes(self) -> Tensor:
-        """The number of samples that each client trains on, ``(K,)``: without those held out."""
+    def _sizes(self, round_: int) -> Tensor:
+        """Return the number of samples that each client trains on in a round, ``(K,)``: without those held out."""
         size = self.federation.train_size.cpu()
-        return size - held_out_sizes(size, self.held_out)
+        return size - self.held_out.sizes_in(size, round_)
 
     def spread(self, count: int, task: Callable[[slice], None], participants: int | None = None) -> None:
         """Call a task with slices that cover ``count`` clients; on a CPU in parallel, chunked as in :meth:`run`."""

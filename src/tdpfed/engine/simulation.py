@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tdpfed.algorithms.base import Algorithm
+from tdpfed.algorithms.base import Algorithm, held_out_of
 from tdpfed.core.draws import Stream, choose
 from tdpfed.core.losses import LossFunction
 from tdpfed.core.metrics import Function, Metric
@@ -114,8 +114,8 @@ class Simulation:
             self.accountant.check_affordable(1)
         self.server_round = ServerRound(self.algorithm, seed, participation, rule, self.accountant, server_step)
         self.public = public_sample(self.algorithm, federation, seed)  # before other clients' samples are left out
-        share = federation.validation or self.algorithm.held_out
-        held_out = federation.held_out(seed, share) if share else None
+        share = held_out_of(self.algorithm, federation.validation)
+        held_out = federation.held_out(seed, share.share) if share.share and share.until is None else None
         if ranks.world > 1:
             own = ranks.own(torch.arange(federation.clients))
             federation, held_out = federation.only(own), None if held_out is None else held_out.only(own)

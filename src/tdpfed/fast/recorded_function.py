@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.fast.graph_rewrites import called_directly, simplified, without_unit_products
 from tdpfed.fast.recorded_gradient import ONE_AT_A_TIME, RECORDINGS
+from tdpfed.fast.tracing import recorded
 
 Function = Callable[..., Tensor]
 
@@ -40,7 +40,7 @@ class RecordedFunction:
             return self._function(*tensors)
 
         try:
-            graph = without_unit_products(make_fx(record)(*given))
+            graph = without_unit_products(recorded(record, *given))
             made = called_directly(simplified(graph) if given[0].device.type == "cpu" else graph)
             made(*given)  # checks that it runs
         except MemoryError:

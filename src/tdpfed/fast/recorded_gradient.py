@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tdpfed.core.layout import Ranges
 from tdpfed.fast.convolution import as_products
@@ -27,6 +26,7 @@ from tdpfed.fast.graph_rewrites import (
 )
 from tdpfed.fast.optim import after_gradient
 from tdpfed.fast.pooling import with_channels_last
+from tdpfed.fast.tracing import recorded
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Step = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], tuple[Tensor, Tensor]]
@@ -125,7 +125,7 @@ class Replayed:
         def record(theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # make_fx needs this signature
             return self._function(theta, x, y)
 
-        graph = without_unit_products(make_fx(record)(theta, x, y))
+        graph = without_unit_products(recorded(record, theta, x, y))
         return with_channels_last(simplified(graph)) if theta.device.type == "cpu" else graph
 
     def _unrecorded(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

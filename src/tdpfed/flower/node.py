@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import tdpfed
-from tdpfed.algorithms.base import CHOICE, Algorithm
+from tdpfed.algorithms.base import CHOICE, Algorithm, held_out_of
 from tdpfed.config import Config
-from tdpfed.core.draws import held_out_sizes, length_in_pass, own_indices
+from tdpfed.core.draws import HeldOut, length_in_pass, own_indices
 from tdpfed.core.extras import extras_of
 from tdpfed.core.local import Batch
 from tdpfed.core.objective import Objective
@@ -175,7 +175,7 @@ class Node:
             copy = self._copy(dense, changes, before) if side.downlink.changes else {}
             message = side.broadcast(copy, round_, self.client) if side.downlink.changes else dense
             local = self._local(turn)
-            own, upload, metrics = self._algorithm.checked_update(message, before.own, local)
+            own, upload, metrics = self._algorithm(round_).checked_update(message, before.own, local)
             after, parts = Kept(own, before.resolved(counted), copy=copy, round=round_), None
             if reports and side.channel.changes:
                 after, parts = self._sent(after, upload, message)
@@ -256,10 +256,10 @@ class Node:
 
     def _local(self, turn: Turn) -> PlainLocal:
         """Return the local work of a turn: the same draws as in simulation, from this node's own samples."""
-        data, objective, algorithm = self.data, self.side.objective, self._algorithm
+        data, objective, algorithm = self.data, self.side.objective, self._algorithm(int(turn.round))
         first, size = torch.tensor([[0], [len(data.x)]], device=self.device)
         held_out, length, draws = self._held_out(size), algorithm.batch_size, algorithm.draws
-        passing = None if self.side.algorithm.epochs is None else int(size - held_out_sizes(size, held_out))
+        passing = None if self.side.algorithm.epochs is None else int(size - held_out.sizes_in(size, turn.round))
 
         @cache
         def drawn(draws: int) -> Tensor:
@@ -279,19 +279,18 @@ class Node:
         product, scores = objective.hessian_product, objective.per_sample
         return PlainLocal(turn, algorithm.tau, batch, objective.gradient, extras, product, self.side.optimizer, scores)
 
-    @cached_property
-    def _algorithm(self) -> Algorithm:
-        """The method for this node's number of training samples."""
+    def _algorithm(self, round_: int) -> Algorithm:
+        """Return the method for the number of samples that this node trains on in a round."""
         size = torch.tensor(len(self.data.x))
-        return self.side.algorithm.of_size(int(size - held_out_sizes(size, self._held_out(size))))
+        return self.side.algorithm.of_size(int(size - self._held_out(size).sizes_in(size, round_)))
 
-    def _held_out(self, size: Tensor) -> float:
-        """Return the share of this node's training samples that is held out, which must leave some to train on."""
-        share = self.config.data.validation or self.side.algorithm.held_out
-        if share and bool(held_out_sizes(size, share) >= size):
+    def _held_out(self, size: Tensor) -> HeldOut:
+        """Return which of this node's training samples are held out; some must be left to train on."""
+        held_out = held_out_of(self.side.algorithm, self.config.data.validation)
+        if held_out.share and bool(held_out.sizes(size) >= size):
             allowed = f"0, or data with at least 2 training samples: this node has {int(size)}"
-            raise wrong("data.validation", share, allowed)
-        return share
+            raise wrong("data.validation", held_out.share, allowed)
+        return held_out
 
     def _score(self, name: str, theta: Tensor) -> Metrics:
         """Return the number of correct predictions and the summed loss on the test samples."""

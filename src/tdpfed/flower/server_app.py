@@ -20,7 +20,7 @@ from safetensors.torch import save as to_bytes
 from tdpfed.algorithms.base import CHOICE
 from tdpfed.config import Config, flat, parse_config, to_toml
 from tdpfed.config.loading import parse_toml
-from tdpfed.config.resume import check_same_run, settings_by_key
+from tdpfed.config.resume import check_same_run, follows_rounds, settings_by_key
 from tdpfed.engine.store import Store
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.files import read_file, write_errors
@@ -290,9 +290,11 @@ def _choices(names: Sequence[str], scores: Mapping[int, Metrics], nodes: int) ->
 
 
 def _check_same(before: Config, now: Config, path: Path) -> None:
-    """Reject resuming a run with another configuration; only ``run.rounds`` may differ."""
+    """Reject resuming a run with another configuration; only ``run.rounds`` may differ, if nothing follows it."""
     old, new = flat(before.as_dict()), flat(now.as_dict())
-    other = [key for key in sorted(old.keys() | new.keys()) if key != "run.rounds" and old.get(key) != new.get(key)]
+    may_differ = () if follows_rounds(now) else ("run.rounds",)
+    keys = sorted(old.keys() | new.keys())
+    other = [key for key in keys if key not in may_differ and old.get(key) != new.get(key)]
     if not other:
         return
     differences = "; ".join(f"{key}: {new.get(key)!r} given, must be {old.get(key)!r}" for key in other[:MOST_KEYS])

@@ -59,18 +59,30 @@ def with_earlier(folder: Path, tables_: Sequence[int], figures: Sequence[int]) -
 
 
 def cells_of(
-    study: Study, runs: Sequence[str], rounds: int | None, seeds: int, settings: Sequence[str] = ()
+    study: Study,
+    runs: Sequence[str],
+    rounds: int | None,
+    seeds: int,
+    settings: Sequence[str] = (),
+    figures: Sequence[int] = (),
 ) -> list[Cell]:
-    """Return the runs with every seed."""
+    """Return the runs with every seed; those in a figure of losses record the loss on all training samples."""
     if seeds < 1:
         raise TDPFedError(f"--seeds: {seeds} given, must be at least 1")
     if rounds is not None and rounds < 1:
         raise TDPFedError(f"--rounds: {rounds} given, must be at least 1")
-    common = ["checkpoint.every=50", "checkpoint.keep=1", *settings]
+    common = list(settings)
     if rounds is not None:
         common += [f"run.rounds={rounds}", f"run.evaluate_every={min(10, max(1, rounds // 10))}"]
+    losses = any(study.figures[number] == "loss" for number in figures)
+    drawn = {row.run for panel in study.curves.values() for row in panel} if losses else set()
+    first = {
+        run: ["checkpoint.every=50", "checkpoint.keep=1", f"run.train_loss={str(run in drawn).lower()}"] for run in runs
+    }
     return [
-        Cell(f"{run}-seed{seed}", load_config(study.preset, [*common, *study.runs[run], f"run.seed={seed}"]))
+        Cell(
+            f"{run}-seed{seed}", load_config(study.preset, [*first[run], *common, *study.runs[run], f"run.seed={seed}"])
+        )
         for run in runs
         for seed in range(seeds)
     ]

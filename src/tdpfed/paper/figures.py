@@ -1,4 +1,7 @@
-"""The paper's figures: test accuracy and training loss by round, at both compression rates side by side."""
+"""The paper's figures: test accuracy and training loss by round, at both compression rates side by side.
+
+Both are of the models a curve is named after; the training loss is that on all training samples of all clients.
+"""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -12,6 +15,10 @@ from tdpfed.report.group import Group
 from tdpfed.report.look import COLORS
 
 OF = {"personalized_accuracy": "personalized", "global_accuracy": "global", "local_accuracy": "local"}
+LOSS = {"personalized_accuracy": "personalized_train_loss", "global_accuracy": "global_train_loss"}
+"""The training loss of the models whose accuracy is shown."""
+MINIBATCH = "minibatch_loss"
+"""Shown instead if a run did not record the training loss; it is of no model that the paper names."""
 
 
 def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str, Group]) -> list[Path]:
@@ -27,12 +34,13 @@ def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str
         for number in figures:
             figure = Figure(figsize=(8.4, 3.4), layout="constrained")
             panels = figure.subplots(1, len(study.curves), sharey=True)
+            fields, name = quantity(study, study.figures[number], groups)
             for axes, (panel, rows) in zip(panels, study.curves.items(), strict=True):
                 for i, row in enumerate(rows):
-                    _curve(axes, i, row, study.figures[number], groups.get(row.run))
+                    _curve(axes, i, row, fields[row.accuracy], groups.get(row.run))
                 axes.set(title=f"({panel})", xlabel="communication round")
                 axes.legend(fontsize=7.5)
-            panels[0].set_ylabel("test accuracy, %" if study.figures[number] == "accuracy" else "training loss")
+            panels[0].set_ylabel(name)
             files.append(folder / f"figure-{number}.svg")
             drawn = BytesIO()
             figure.savefig(drawn, format="svg", metadata={"Date": None})
@@ -40,11 +48,22 @@ def draw(study: Study, folder: Path, figures: Sequence[int], groups: Mapping[str
     return files
 
 
-def _curve(axes: Any, i: int, row: Row, kind: str, group: Group | None) -> None:
+def quantity(study: Study, kind: str, groups: Mapping[str, Group]) -> tuple[Mapping[str, str], str]:
+    """Return which field of the records a figure shows, by the accuracy of a row, and its name for the axis."""
+    if kind == "accuracy":
+        return {name: name for name in OF}, "test accuracy, %"
+    rows = [row for panel in study.curves.values() for row in panel]
+    shown = [(groups[row.run], LOSS[row.accuracy]) for row in rows if row.run in groups and groups[row.run].counted]
+    if all(any(value is not None for value in group.mean[field]) for group, field in shown):
+        return LOSS, "training loss"
+    return dict.fromkeys(OF, MINIBATCH), "loss on the last minibatch"
+
+
+def _curve(axes: Any, i: int, row: Row, field: str, group: Group | None) -> None:
     if group is None or not group.counted:
         return
-    field, scale = (row.accuracy, 100.0) if kind == "accuracy" else ("loss", 1.0)
-    label = f"{row.label}, {OF[row.accuracy]}" if kind == "accuracy" else row.label
+    scale = 100.0 if field in OF else 1.0
+    label = row.label if field == MINIBATCH else f"{row.label}, {OF[row.accuracy]}"
     known = [
         (at, scale * mean, scale * (spread or 0.0))
         for at, mean, spread in zip(group.mean["round"], group.mean[field], group.spread[field], strict=True)

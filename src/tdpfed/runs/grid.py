@@ -137,6 +137,7 @@ def _run(
                 sessions.append(Session.begin(cell.config, path, data_root))
                 continue
             more = [f"run.rounds={cell.config.run.rounds}"] if _grows(path, cell.config) else []
+            more.append(f"run.train_loss={str(cell.config.run.train_loss).lower()}")
             sessions.append(Session.resume(path, data_root, overrides=more))
         errors = run_together(sessions, show, on_stop)
         for session in [session for session in sessions if not session.summary]:
@@ -171,6 +172,7 @@ def _check(path: Path, config: Config) -> None:
         RunFolder.check(path)
         return
     there = _configuration(path / CONFIG)
+    there = replace(there, run=replace(there.run, train_loss=config.run.train_loss))  # changes only what is recorded
     if RunFolder(path).done:  # a finished run may have been computed on another device
         there = replace(there, run=replace(there.run, device=config.run.device))
     if there.run.rounds < config.run.rounds:  # more rounds extend a run, unless its learning rates depend on them

@@ -67,7 +67,7 @@ def personalize(
         raise wrong("rounds", rounds, "a whole number of at least 1")
     seed = run.settings.run.seed if seed is None else seed
     federation = _one_client(run, x, y, test_mask, test_fraction, seed)
-    method = _method(run, federation, hyper)
+    method = _method(run, federation, rounds, hyper)
     objective, _ = checked_model(run.objective, federation)
     server, precision = own_entries(run.snapshot.server), run.settings.run.precision
     shared = method.global_model(server)
@@ -138,7 +138,7 @@ def _takes(inputs: Inputs) -> str:
     return ", ".join(f"{part.name} {part.shape}".strip() for part in inputs.parts) or str(inputs.shape)
 
 
-def _method(run: "TrainedRun", federation: Federation, hyper: Mapping[str, Any]) -> Algorithm:
+def _method(run: "TrainedRun", federation: Federation, rounds: int, hyper: Mapping[str, Any]) -> Algorithm:
     """Return the run's method with other hyper-parameters, for the newcomer; one that cannot serve it is refused."""
     inner = run.settings.method
     known = {item.name for item in inner.hyper_parameters()}
@@ -155,7 +155,8 @@ def _method(run: "TrainedRun", federation: Federation, hyper: Mapping[str, Any])
             field="task",
         )
     try:
-        changed = replace(run.settings, method=replace(inner, **hyper)).make_algorithm()
+        evaluation = replace(run.settings.evaluation, choose_rounds=run.round + max(1, rounds // 2))
+        changed = replace(run.settings, method=replace(inner, **hyper), evaluation=evaluation).make_algorithm()
     except TDPFedError as error:
         raise error.within("algorithm") from None
     method = changed.bind(run.objective.layout, len(run.ids), int(federation.train_size))
