@@ -2,8 +2,8 @@
 
 ``python docs/generate.py`` renews the reference of every configuration key, every command and every Python name, below
 the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, the tables of ``what-works.md``, the measured
-numbers of README, docs and results (``figures.py``), and the page of the GPU benchmark (``gpu_table.py``), if there is a
-record of it. ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
+numbers of README, docs and results (``figures.py``), and the page of the GPU benchmark (``gpu_table.py``), if there is
+a record of it. ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
 """
 
 import json
