@@ -199,8 +199,8 @@ def tampered(message, context):
     from tdpfed.wire import Form, encode, with_header
 
     round_ = int(message.metadata.group_id)
-    given = {"kind": "up", "round_": round_, "client": 2, "samples": 391}
-    form = Node(task, context.run_config, context.node_config).side.channel.form
+    node = Node(task, context.run_config, context.node_config)
+    given, form = {"kind": "up", "round_": round_, "client": 2, "samples": len(node.data.x)}, node.side.channel.form
     (section,) = form.sections
     if round_ == 2:
         data = encode([torch.ones(12)], Form.whole({"factors": 12}), **given)

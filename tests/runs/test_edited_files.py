@@ -89,13 +89,14 @@ def privacy_resumed(path: Path) -> tuple[dict[str, Any], list[str]]:
     finally:
         session.folder.release()
     figures = {key: summary[key] for key in ("epsilon", "delta", "rounds", "status")}
-    return {**figures, "series": [record.epsilon for record in session.records]}, warnings
+    return {**figures, "series": {record.round: record.epsilon for record in session.records}}, warnings
 
 
 def noticed(path: Path, read: Read, expected: dict[str, Any]) -> bool:
     """Whether a changed folder says the same about privacy, or that something is wrong.
 
-    A run whose summary is gone has not ended, for all that anybody can know; what it has spent must be the same.
+    A run whose summary is gone has not ended, for all that anybody can know; what it has spent must be the same. The
+    number of rounds may be edited: a resumed run then has other rounds, and says what all of them spend.
     """
     try:
         said, notes = read(path)
@@ -103,6 +104,10 @@ def noticed(path: Path, read: Read, expected: dict[str, Any]) -> bool:
         return True
     if said["status"] == IN_PROGRESS:
         said |= {key: expected[key] for key in ("status", "delta")}
+    if read is privacy_resumed and said["rounds"] != expected["rounds"]:
+        common = said["series"].keys() & expected["series"].keys()
+        same = all(said["series"][at] == expected["series"][at] for at in common)
+        return bool(notes) or (same and len(common) > 1 and said["delta"] == expected["delta"])
     return bool(notes) or said == expected
 
 

@@ -51,11 +51,20 @@ def with_summary(
         spent = figures["epsilon"] or 0
         if spent < recorded or (figures["rounds"] == last["round"] and spent != recorded):
             notes.append(f"{SUMMARY} gives epsilon {figures['epsilon']}, the last record {recorded}")
+    if METRICS in sums and summary.whole and not _plausible(figures["rounds"], last, config):
+        notes.append(f"{SUMMARY} gives {figures['rounds']} rounds, the last record is of round {last.get('round', 0)}")
     privacy = config.get("privacy")
     delta = privacy.get("delta") if isinstance(privacy, Mapping) and privacy.get("clip") is not None else None
     if summary.whole and figures["delta"] != delta:
         notes.append(f"{SUMMARY} gives delta {figures['delta']}, {CONFIG} {delta}")
     return notes
+
+
+def _plausible(rounds: Number, last: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether a run can have had so many rounds: no fewer than its last record, no more than it was to have."""
+    run = config.get("run")
+    most = run.get("rounds") if isinstance(run, Mapping) else None
+    return rounds is not None and last.get("round", 0) <= rounds <= (most if isinstance(most, int) else rounds)
 
 
 def with_checkpoint(

@@ -121,8 +121,10 @@ class RunFolder:
         """Warn if the lines kept are not those that the checkpoint knows."""
         if saved is None or name not in saved:
             return
-        tail, known = self._tails[name], Tail(**saved[name])
-        if tail != known:
+        tail, known = self._tails[name], _tail(saved[name])
+        if known is None:
+            self.warnings.append(f"{name}: the checkpoint of {str(self.path)!r} has no sum that can be read")
+        elif tail != known:
             self.warnings.append(
                 f"{name}: {tail.lines} sound lines up to round {round_} in {str(self.path)!r}, the checkpoint of that "
                 f"round was saved after {known.lines}; what is missing or was changed is not restored"
@@ -250,3 +252,11 @@ def _left_over(entry: Path) -> bool:
     return entry.name in temporary or (
         entry.name == METRICS and stat.S_ISREG(found.st_mode) and found.st_size == 0 and found.st_nlink == 1
     )
+
+
+def _tail(saved: object) -> Tail | None:
+    """Return the end of a file of lines as a checkpoint has it; None if it cannot be read."""
+    if not isinstance(saved, Mapping) or saved.keys() != {"lines", "sha256"}:
+        return None
+    fits = type(saved["lines"]) is int and isinstance(saved["sha256"], str)
+    return Tail(**saved) if fits else None

@@ -5,7 +5,8 @@ spent the privacy that the run's settings say they do.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from tdpfed.core.state import State
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError, wrong
+from tdpfed.server.records import Ledger
 from tdpfed.server.step import ServerStep
 from tdpfed.wire import Wire
 
@@ -71,8 +73,9 @@ def _check_privacy(simulation: Simulation, snapshot: Snapshot) -> None:
         return
     if saved is None or now is None:
         raise TDPFedError(f"checkpoint: privacy {saved!r} saved, must be {now!r} as in this run")
-    spent = saved.get("epsilon")
-    if {**now, "epsilon": spent} != saved or not math.isclose(spent, now["epsilon"], rel_tol=1e-3):
+    spent = saved.get("epsilon") if isinstance(saved, Mapping) else None
+    known = type(spent) in (int, float) and math.isclose(spent, now["epsilon"], rel_tol=1e-3)
+    if not known or {**now, "epsilon": spent} != saved:
         raise TDPFedError(
             f"checkpoint: privacy {saved} was spent in {snapshot.round} rounds, by the settings of this run it would "
             f"be {now}; what was spent is not counted again with other settings"
@@ -105,20 +108,20 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
     check_layout(snapshot, simulation.objective.layout)
     _check_privacy(simulation, snapshot)
     for section, settings in _form(simulation).items():
-        known = plain(type(settings)()) | meta.get(section, {})  # an older version had the defaults
+        saved = meta.get(section, {})
+        if not isinstance(saved, Mapping):
+            raise TDPFedError(f"checkpoint: {section} {saved!r} saved, which this version cannot read")
+        known = plain(type(settings)()) | dict(saved)  # an older version had the defaults
         for name, value in plain(settings).items():
             if known[name] != value:
                 raise wrong(f"{section}.{name}", value, f"{known[name]!r} as in the run's checkpoint")
-    for place, saved, have in (
+    for place, stored, have in (
         ("server", _spec(snapshot.server), _spec(simulation.server)),
         ("private", snapshot.private.spec, simulation.store.spec),
     ):
-        if saved != have:
-            raise TDPFedError(f"checkpoint: {place} state {saved} saved, must be {have} as in this run")
-    try:
-        ledger = type(simulation.ledger)(**meta["ledger"])
-    except (KeyError, TypeError):
-        raise TDPFedError(f"checkpoint: ledger {meta.get('ledger')!r} saved, which this version cannot read") from None
+        if stored != have:
+            raise TDPFedError(f"checkpoint: {place} state {stored} saved, must be {have} as in this run")
+    ledger = _ledger(meta.get("ledger"))
     # A copy, since tensors that torch allocates are aligned: the last bit may depend on alignment.
     server = {name: snapshot.server[name].to(v.device, copy=True) for name, v in simulation.server.items()}
     if take and isinstance(snapshot.private, Store):
@@ -129,6 +132,14 @@ def restore(simulation: Simulation, snapshot: Snapshot, *, take: bool = False) -
         for ids in split_by_size(snapshot.private, snapshot.private.touched.nonzero().flatten()):
             store.put(ids, snapshot.private.rows(ids))
     simulation.resume_from(snapshot.round, server, store, ledger)
+
+
+def _ledger(saved: object) -> Ledger:
+    """Return the counts that were saved, all of them whole numbers."""
+    names = {item.name for item in fields(Ledger)}
+    if not isinstance(saved, Mapping) or not saved.keys() <= names or any(type(v) is not int for v in saved.values()):
+        raise TDPFedError(f"checkpoint: ledger {saved!r} saved, which this version cannot read")
+    return Ledger(**saved)
 
 
 def split_by_size(private: Rows, ids: Tensor) -> tuple[Tensor, ...]:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass
+from types import UnionType
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 LOWER, HIGHER = "lower", "higher"
 """Which values of a metric are better."""
@@ -73,10 +74,29 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the record from :meth:`as_dict`; keys of other versions are ignored."""
-        values = renamed(values)
-        known = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        """Return the record from :meth:`as_dict`; keys of other versions are ignored.
+
+        A value of another type than declared is a ValueError, as damaged JSON is.
+        """
+        types = get_type_hints(cls)
+        known = {name: value for name, value in renamed(values).items() if name in types}
+        if not all(_fits(value, types[name]) for name, value in known.items()):
+            raise ValueError("a value of a record has the wrong type")
+        return cls(**known)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return whether a value from JSON is of a type. A whole number is a number; None is one that was not finite."""
+    inner = get_args(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if kind is float:
+        return value is None or type(value) in (int, float)
+    return kind is Any or type(value) is kind
 
 
 @dataclass
