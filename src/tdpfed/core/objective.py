@@ -78,6 +78,15 @@ class Objective:
         """Return the model's own trained parameters as a flat vector ``(P,)``."""
         return self.layout.flatten({name: value.detach() for name, value in _trained(self.model).items()})
 
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a parameter or buffer has several names."""
+        one, every = (
+            len([*self.model.named_parameters(remove_duplicate=once), *self.model.named_buffers(remove_duplicate=once)])
+            for once in (True, False)
+        )
+        return one < every
+
     def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the model's whole ``state_dict`` with parameters ``(P,)``: tied and frozen ones and buffers too."""
         model = copy.deepcopy(self.model)
@@ -112,6 +121,32 @@ class Objective:
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
         parameters = self.layout.unflatten(theta)
+
+        def call(*args: Tensor, **named: Tensor) -> Tensor:
+            result: Tensor = functional_call(self.model, parameters, args, named, tie_weights=self.tied)
+            return result
+
+        return self._called(call, theta, x)
+
+    def on_a_copy(self, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return :meth:`outputs` for many calls without a gradient, with parameters as ``like`` ``(..., P)``.
+
+        It calls a copy of the model whose parameters it replaces, which takes less time than ``functional_call``.
+        """
+        model = copy.deepcopy(self.model)
+        places = _trained(model)
+        if any((one.dtype, one.device) != (like.dtype, like.device) for one in places.values()):
+            return self.outputs
+
+        def outputs(theta: Tensor, x: Tensor) -> Tensor:
+            for name, value in self.layout.unflatten(theta).items():
+                places[name].data = value
+            return self._called(model, theta, x)
+
+        return outputs
+
+    def _called(self, model: Callable[..., Tensor], theta: Tensor, x: Tensor) -> Tensor:
+        """Call a model that has the parameters already."""
         replaced: AbstractContextManager[object] = nullcontext()
         if self.drops and self.inputs is not None:
             x, bits = key_of(x, self.inputs.shape)
@@ -120,7 +155,7 @@ class Objective:
             replaced = Drops(None)
         args, named = ((x,), {}) if self.inputs is None else self.inputs.arguments(x)
         with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False), replaced:
-            result: Tensor = functional_call(self.model, parameters, args, named)
+            result = model(*args, **named)
         return result.to(theta.dtype) if self.short else result
 
     def value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
