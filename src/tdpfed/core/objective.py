@@ -5,8 +5,8 @@ The model is an ordinary ``nn.Module``, called as a function of a flat vector. W
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -128,22 +128,26 @@ class Objective:
 
         return self._called(call, theta, x)
 
-    def on_a_copy(self, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return :meth:`outputs` for many calls without a gradient, with parameters as ``like`` ``(..., P)``.
+    @contextmanager
+    def replacing(self, like: Tensor) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """Yield :meth:`outputs` for many calls without a gradient, with parameters as ``like`` ``(..., P)``.
 
-        It calls a copy of the model whose parameters it replaces, which takes less time than ``functional_call``.
+        The model's parameters are replaced until the end, which takes less time than a ``functional_call`` each time.
         """
-        model = copy.deepcopy(self.model)
-        places = _trained(model)
-        if any((one.dtype, one.device) != (like.dtype, like.device) for one in places.values()):
-            return self.outputs
+        places = _trained(self.model)
+        own = {name: parameter.data for name, parameter in places.items()}
 
         def outputs(theta: Tensor, x: Tensor) -> Tensor:
             for name, value in self.layout.unflatten(theta).items():
                 places[name].data = value
-            return self._called(model, theta, x)
+            return self._called(self.model, theta, x)
 
-        return outputs
+        alike = all((one.dtype, one.device) == (like.dtype, like.device) for one in own.values())
+        try:
+            yield outputs if alike else self.outputs
+        finally:
+            for name, parameter in places.items():
+                parameter.data = own[name]
 
     def _called(self, model: Callable[..., Tensor], theta: Tensor, x: Tensor) -> Tensor:
         """Call a model that has the parameters already."""

@@ -226,19 +226,10 @@ def _score_together(
     everybody = torch.arange(len(clients), device=theta.device)
     many = (size * _targets_each(federation) >= ONE_BY_ONE_TARGETS) & (theta.device.type == "cpu")
     alone = size > 0 if objective.one_by_one(theta) else many
+    if bool(alone.any()):
+        _score_alone(objective, theta, federation, tally, everybody[alone].tolist(), at_once)
     compute = vmap(objective.outputs)
     with torch.no_grad():
-        starts, counts, pieces = start.tolist(), size.tolist(), list[_Piece]()
-        compute_one = objective.on_a_copy(theta) if bool(alone.any()) else objective.outputs
-        for row in everybody[alone].tolist():
-            for done in range(0, counts[row], at_once):
-                some = slice(starts[row] + done, starts[row] + min(done + at_once, counts[row]))
-                outputs = compute_one(theta if theta.ndim == 1 else theta[row], federation.x[some])
-                pieces.append(_Piece(row, done, outputs, federation.y[some]))
-                if sum(len(one.outputs) for one in pieces) >= at_once:
-                    tally.add_pieces(pieces)
-                    pieces = []
-        tally.add_pieces(pieces)
         for done in range(0, int(size.where(~alone, 0).max()), width):
             rows = everybody[(size > done) & ~alone]
             filled = rows if len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
@@ -251,6 +242,25 @@ def _score_together(
     return tally.score
 
 
+def _score_alone(
+    objective: Objective, theta: Tensor, federation: Federation, tally: _Tally, rows: Sequence[int], at_once: int
+) -> None:
+    """Evaluate clients one by one; what is counted is computed for ``at_once`` samples or more."""
+    starts, counts = federation.test_start[tally.clients].tolist(), tally.size.tolist()
+    pieces, samples = list[_Piece](), 0
+    with torch.no_grad(), objective.replacing(theta) as compute:
+        for row in rows:
+            for done in range(0, counts[row], at_once):
+                some = slice(starts[row] + done, starts[row] + min(done + at_once, counts[row]))
+                outputs = compute(theta if theta.ndim == 1 else theta[row], federation.x[some])
+                pieces.append(_Piece(row, done, outputs, federation.y[some]))
+                samples += len(outputs)
+                if samples >= at_once:
+                    tally.add_pieces(pieces)
+                    pieces, samples = [], 0
+        tally.add_pieces(pieces)
+
+
 def _targets_each(federation: Federation) -> int:
     """Return how many targets a sample has: those of a sequence are as many rows of a matrix product."""
     return max(1, federation.y[:1].numel())
@@ -261,5 +271,5 @@ def _taken(values: Tensor, index: Tensor) -> Tensor:
     if index.device.type == "cpu" and index.numel():
         first = int(index[0, 0])
         if torch.equal(index.flatten(), torch.arange(first, first + index.numel())):
-            return values[first : first + index.numel()].unflatten(0, index.shape)
+            return values[first : first + index.numel()].reshape(*index.shape, *values.shape[1:])
     return values[index]

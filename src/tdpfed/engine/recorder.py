@@ -209,9 +209,11 @@ class Recorder:
         def local(some: slice) -> Tensor:
             return self.algorithm.local_model(_rows(private, some), _rows(upload, some))
 
+        first_one = slice(0, 1)
+        shared = _same(local(first_one), self.algorithm.personalized(_rows(private, first_one)))
+
         def personalized(some: slice) -> Tensor:
-            own = self.algorithm.personalized(_rows(private, some))
-            return own if _same(local(slice(0, 1)), own[:1]) else self.algorithm.personalized(store.view(mine[some]))
+            return self.algorithm.personalized(_rows(private, some) if shared else store.view(mine[some]))
 
         return self._but_for(mine, local, [(personal, personalized)], clients)
 
