@@ -2,9 +2,9 @@
 
 The passes are those of PyTorch: every client's test samples at once through its personalized model, through the model
 it uploads where that is another one, and through the server's model; without losses or metrics. TDPFed's uploads are
-factors, from which the uploaded models are composed on both sides; ``passes_ratio`` is the ratio without that on the plain
-side. Data are random. Both sides run in one thread and take turns; counted are seconds of the processor, which other
-processes do not change much. A ratio is the median over turns.
+factors, from which the uploaded models are composed on both sides; ``passes_ratio`` is the ratio without that on the
+plain side. Data are random. Both sides run in one thread and take turns; counted are seconds of the processor, which
+other processes do not change much. A ratio is the median over turns.
 
     python benchmarks/evaluation.py
 """
@@ -115,9 +115,8 @@ def main() -> None:
             "ratio": statistics.median(a / (b + c) for a, b, c in turns),
             "passes_ratio": statistics.median(a / b for a, b, _ in turns),
         }
-        print(
-            f"{name:40} {1e3 * rows[name]['seconds']:8.2f} ms  {rows[name]['ratio']:.2f}  {rows[name]['passes_ratio']:.2f}"
-        )
+        seconds, ratio, passes_ratio = (rows[name][key] for key in ("seconds", "ratio", "passes_ratio"))
+        print(f"{name:40} {1e3 * seconds:8.2f} ms  {ratio:.2f}  {passes_ratio:.2f}")
     if not options.only:
         write(options.out, {"provenance": provenance(0, torch.device("cpu")), "rows": rows})
 

@@ -180,17 +180,17 @@ class _Tally:
         if not pieces:
             return
         outputs, targets = (torch.cat([getattr(one, name) for one in pieces]) for name in ("outputs", "targets"))
-        found = self._values(outputs, targets).split([len(one.outputs) for one in pieces], 1)
+        found = self._values(outputs, targets, many=True).split([len(one.outputs) for one in pieces], 1)
         rows = torch.tensor([one.row for one in pieces], device=self.device)
         self.totals.index_add_(0, rows, torch.stack([one.sum(-1) for one in found]))
         for one in pieces:
             for kept, new in zip(self.kept, (one.outputs, one.targets), strict=False):
                 kept[one.row, one.done : one.done + len(new)] = new
 
-    def _values(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _values(self, outputs: Tensor, targets: Tensor, *, many: bool = False) -> Tensor:
         """Return what adds up over samples, ``(C, B)``: the weight, the weighted loss, the values of each metric."""
         weight = self.task.weight(targets).double()
-        loss = self.task.each(outputs, targets).double() * weight
+        loss = self.task.each(outputs, targets, many=many).double() * weight
         rows = [torch.stack([weight, loss])]
         for values in self.summed.values():
             if values is SURPRISE and self.task.loss.name == "cross_entropy":  # it is the loss

@@ -188,8 +188,9 @@ class Recorder:
                 found += [(same.nonzero().flatten(), score.of(ids[same]).parts())]
                 left &= ~same
             others = left.nonzero().flatten()
-            rows = theta if bool(left.all()) else theta[others.to(theta.device)]
-            found.append((others, self._part(mine[some][others], rows.__getitem__)))
+            if len(others):
+                rows = theta if len(others) == len(left) else theta[others.to(theta.device)]
+                found.append((others, self._part(mine[some][others], rows.__getitem__)))
             back = torch.cat([at for at, _ in found]).argsort()
             pieces.append({name: torch.cat([part[name] for _, part in found])[back] for name in found[0][1]})
         parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else None
