@@ -137,9 +137,14 @@ class Objective:
         places = _trained(self.model)
         own = {name: parameter.data for name, parameter in places.items()}
 
+        there: Tensor | None = None
+
         def outputs(theta: Tensor, x: Tensor) -> Tensor:
-            for name, value in self.layout.unflatten(theta).items():
-                places[name].data = value
+            nonlocal there
+            if theta is not there:
+                for name, value in self.layout.unflatten(theta).items():
+                    places[name].data = value
+                there = theta
             return self._called(self.model, theta, x)
 
         alike = all((one.dtype, one.device) == (like.dtype, like.device) for one in own.values())
