@@ -56,8 +56,8 @@ def convergence(study: str, run: str, field: str) -> dict[str, Any]:
     for level in LEVELS:
         lines = [reached(records, field, level) for records in runs]
         found[f"{level:g}"] = {
-            "rounds": stat([line and line["round"] for line in lines]),
-            "megabytes": stat([line and line["uplink_bytes"] / clients / 1e6 for line in lines]),
+            "rounds": stat([None if line is None else line["round"] for line in lines]),
+            "megabytes": stat([None if line is None else line["uplink_bytes"] / clients / 1e6 for line in lines]),
             "seeds": len(lines),
         }
     return found

@@ -1,9 +1,9 @@
 """Write what the code and the result files know best into the pages.
 
 ``python docs/generate.py`` renews the reference of every configuration key, every command and every Python name, below
-the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, the tables of ``what-works.md``, and the
-measured numbers of README, docs and results (``figures.py``). ``python docs/generate.py --check`` changes nothing and
-exits with 1 if a page is out of date.
+the mark in ``configuration.md``, ``command-line.md`` and ``python.md``, the tables of ``what-works.md``, the measured
+numbers of README, docs and results (``figures.py``), and the page of the GPU benchmark (``gpu_table.py``), if there is
+a record of it. ``python docs/generate.py --check`` changes nothing and exits with 1 if a page is out of date.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import gpu_table
 import typer
 import works
 from reference import reference
@@ -104,6 +105,9 @@ def pages() -> dict[Path, str]:
     texts[tuning] = before + mark + searched() + END + rest.partition(END)[2]
     root = Path(__file__).parents[1]
     sources = Sources(root)
+    measured = root / gpu_table.SOURCE
+    if measured.exists():
+        texts[root / gpu_table.PAGE] = gpu_table.page(json.loads(measured.read_text(encoding="utf-8")))
     for path in figures.pages(root):
         try:
             text = texts[path] if path in texts else path.read_text(encoding="utf-8")
@@ -115,7 +119,8 @@ def pages() -> dict[Path, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Renew the pages, or with ``--check`` name those that are out of date; return the exit status."""
-    changed = {path: text for path, text in pages().items() if path.read_text(encoding="utf-8") != text}
+    found = pages().items()
+    changed = {path: text for path, text in found if not path.exists() or path.read_text(encoding="utf-8") != text}
     for path, text in changed.items():
         name = path.relative_to(Path(__file__).parents[1])
         sys.stdout.write(f"{name}: {'out of date' if '--check' in arguments else 'written'}\n")

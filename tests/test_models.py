@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
+from tdpfed.cp.attention import TensorAttention
 from tdpfed.errors import TDPFedError
 from tdpfed.models import MODELS, build, from_spec
 
@@ -38,7 +39,28 @@ def shapes(model: nn.Module, kind: str) -> dict[str, tuple[int, ...]]:
 
 def test_registry_names() -> None:
     images = {"logistic", "dnn", "lenet", "cnn", "vgg8", "vgg8-gn", "resnet8", "resnet18", "transformer"}
-    assert set(MODELS) == images | set(TEXT) == images | {"lstm", "gru", "text-transformer"}
+    images |= {"tensor-transformer"}
+    assert set(MODELS) == images | set(TEXT)
+    assert set(TEXT) == {"lstm", "gru", "text-transformer", "text-tensor-transformer"}
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_no_place_of_a_text_sees_a_later_one(name: str) -> None:
+    model, x = build(name, (9,), 7, seed=0).double(), torch.arange(9).remainder(7)[None]
+    with torch.no_grad():
+        before = model(x)
+        for place in range(9):
+            changed = x.clone()
+            changed[0, place] = (changed[0, place] + 1) % 7
+            after = model(changed)
+            assert torch.allclose(after[:, :place], before[:, :place], rtol=0, atol=1e-12)
+            assert not torch.allclose(after[:, place], before[:, place], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tensor-transformer", "text-tensor-transformer"])
+def test_tensorized_attention_is_in_both_blocks(name: str) -> None:
+    layers = [one for one in build(name).modules() if isinstance(one, TensorAttention)]
+    assert [layer.causal for layer in layers] == [name.startswith("text")] * 2
 
 
 def test_the_network_of_pfllibs_benchmark() -> None:

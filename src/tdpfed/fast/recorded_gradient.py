@@ -25,6 +25,7 @@ from tdpfed.fast.graph_rewrites import (
     without_unit_products,
 )
 from tdpfed.fast.optim import after_gradient
+from tdpfed.fast.pooling import with_channels_last
 from tdpfed.fast.tracing import recorded
 
 Gradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -125,7 +126,7 @@ class Replayed:
             return self._function(theta, x, y)
 
         graph = without_unit_products(recorded(record, theta, x, y))
-        return simplified(graph) if theta.device.type == "cpu" else graph
+        return with_channels_last(simplified(graph)) if theta.device.type == "cpu" else graph
 
     def _unrecorded(self, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with ONE_AT_A_TIME:

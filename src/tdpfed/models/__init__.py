@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter, index
 from types import MappingProxyType
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tdpfed.errors import TDPFedError, unknown
+from tdpfed.models.transformers import ImageTransformer, TextTransformer
 
 __all__ = ["MODELS", "ModelEntry", "build", "from_spec"]
 
@@ -217,59 +219,6 @@ def _resnet(widths: Sequence[int], depth: int) -> Factory:
     return factory
 
 
-class _TransformerBlock(nn.Module):
-    """Multi-head self-attention and an MLP over tokens ``(B, T, width)``, pre-normed and residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = _chain(fc1=nn.Linear(width, 2 * width), gelu=nn.GELU(), fc2=nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-        attention = (scores if mask is None else scores + mask).softmax(-1)
-        x = x + self.out((attention @ v).transpose(1, 2).flatten(2))
-        return torch.add(x, self.mlp(self.norm2(x)))
-
-
-class _Transformer(nn.Module):
-    """Patches, linear embedding and learned positions, two blocks, mean over tokens, linear head."""
-
-    def __init__(self, shape: Shape, classes: int, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        channels, *sides = shape
-        self.grid = tuple((side // _patch(side), _patch(side)) for side in sides)  # per side: patches, their size
-        (rows, p), (columns, q) = self.grid
-        if rows * columns < 2:
-            rule = "a height or width that is not prime and can be cut into patches"
-            raise TDPFedError(f"{shape!r} does not fit transformer. Allowed: {rule}", field="input_shape")
-        self.embed = nn.Linear(channels * p * q, width)
-        self.position = nn.Parameter(0.02 * torch.randn(rows * columns, width))
-        self.block1 = _TransformerBlock(width, heads)
-        self.block2 = _TransformerBlock(width, heads)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        (rows, p), (columns, q) = self.grid
-        x = x.reshape(*x.shape[:2], rows, p, columns, q)
-        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        x = self.block2(self.block1(self.embed(x) + self.position))
-        logits: Tensor = self.head(self.norm(x).mean(1))
-        return logits
-
-
-def _patch(side: int) -> int:
-    """Return the smallest divisor of ``side`` (at least 2) that gives at most eight patches; 4 for 32 and 28."""
-    return next((p for p in range(2, side) if side % p == 0 and side <= 8 * p), side)
-
-
 class _Recurrent(nn.Module):
     """Token embeddings, two recurrent layers, and logits of the next token at each place of the sequence."""
 
@@ -292,26 +241,6 @@ def _recurrent(kind: type[nn.LSTM | nn.GRU]) -> Factory:
     return factory
 
 
-class _TextTransformer(nn.Module):
-    """Embeddings of tokens and of their places, two causal blocks, and logits of the next token at each place."""
-
-    def __init__(self, shape: Shape, tokens: int, width: int = 64, heads: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(tokens, width)
-        self.position = nn.Parameter(0.02 * torch.randn(shape[0], width))
-        self.block1 = _TransformerBlock(width, heads)
-        self.block2 = _TransformerBlock(width, heads)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, tokens)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = x.shape[-1]
-        later = torch.full((length, length), -torch.inf, dtype=self.position.dtype, device=x.device).triu(1)
-        x = self.embed(x) + self.position[:length]
-        logits: Tensor = self.head(self.norm(self.block2(self.block1(x, later), later)))
-        return logits
-
-
 class ModelEntry(NamedTuple):
     """A factory ``(input_shape, classes) -> module``, its defaults and the minimum image side (None: any shape)."""
 
@@ -332,9 +261,13 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "vgg8-gn": ModelEntry(_vgg8(norm_groups=8), (3, 32, 32), 10, 32),
         "resnet8": ModelEntry(_resnet((16, 32, 64), 1), (3, 32, 32), 10, 4),
         "resnet18": ModelEntry(_resnet((64, 128, 256, 512), 2), (3, 32, 32), 10, 8),
-        "transformer": ModelEntry(_Transformer, (3, 32, 32), 10, 1),
+        "transformer": ModelEntry(ImageTransformer, (3, 32, 32), 10, 1),
+        "tensor-transformer": ModelEntry(partial(ImageTransformer, attention="tensor"), (3, 32, 32), 10, 1),
         "lstm": ModelEntry(_recurrent(nn.LSTM), (80,), 90, None, tokens=True),
         "gru": ModelEntry(_recurrent(nn.GRU), (80,), 90, None, tokens=True),
-        "text-transformer": ModelEntry(_TextTransformer, (80,), 90, None, tokens=True),
+        "text-transformer": ModelEntry(TextTransformer, (80,), 90, None, tokens=True),
+        "text-tensor-transformer": ModelEntry(
+            partial(TextTransformer, attention="tensor"), (80,), 90, None, tokens=True
+        ),
     }
 )
