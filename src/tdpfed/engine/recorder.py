@@ -214,7 +214,7 @@ class Recorder:
             return self.algorithm.local_model(_rows(private, some), _rows(upload, some))
 
         first_one = slice(0, 1)
-        shared = _same(local(first_one), self.algorithm.personalized(_rows(private, first_one)))
+        shared = len(mine) > 0 and _same(local(first_one), self.algorithm.personalized(_rows(private, first_one)))
 
         def personalized(some: slice) -> Tensor:
             return self.algorithm.personalized(_rows(private, some) if shared else store.view(mine[some]))
