@@ -14,6 +14,7 @@ from tdpfed.cli import app
 
 FOLDER = Path(__file__).parents[1] / "examples"
 TRIED = {"own_model_own_data", "tensorize_a_trained_network", "compare_methods", "results_into_pandas", "own_method"}
+TRIED |= {"predict_numbers", "several_labels"}
 TRIED |= {"own_federation"}  # in tests/flower/test_flower_federation.py, as it starts processes
 
 
@@ -81,6 +82,27 @@ def test_methods_of_one_s_own_run_beside_the_package_s() -> None:
     ditto, fedper, fedavg, local = (float(megabytes) for *_, megabytes in found)
     assert ditto == fedavg
     assert 0 == local < fedper < fedavg
+
+
+def test_numbers_are_predicted_better_than_by_their_mean() -> None:
+    text = run("predict_numbers", "--rounds", "12")
+    found = re.findall(r"^(\w+) +squared error ([\d.]+), R2 ([-\d.]+)$", text, re.MULTILINE)
+    assert [name for name, *_ in found] == ["fedavg", "local"]
+    assert all(float(error) < 1 and float(explained) > 0 for _, error, explained in found)  # 1 and 0 for the mean
+    groups = re.findall(r"^ +(\S.*, sex [12]) +[\d.]+$", text, re.MULTILINE)
+    assert len(groups) == len(set(groups)) == 10
+
+
+def test_several_labels_are_learned_with_small_uploads_too() -> None:
+    text = run("several_labels", "--rounds", "8")
+    found = re.findall(
+        r"^(\w+) +global model: f1 ([\d.]+), auc ([\d.]+), accuracy [\d.]+; ([\d.]+) MB", text, re.MULTILINE
+    )
+    assert [name for name, *_ in found] == ["dense", "factors"]
+    assert all(float(area) > 0.75 for _, _, area, _ in found)  # a half by chance
+    assert 0 < 10 * float(found[1][3]) < float(found[0][3])
+    labels = re.findall(r"^ +(\S.*?) +(?:yes|no) +\(true: (?:yes|no)\)$", text, re.MULTILINE)
+    assert labels == ["even", "prime", "five or more", "closed loop"]
 
 
 def test_results_are_read_into_pandas(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_every_command_line_in_readme_parses() -> None:
 
 def test_the_progress_bar_shows_accuracy_loss_and_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=160))
+    shown = Console(file=screen, force_terminal=True, width=160)
+    monkeypatch.setattr("rich.console.Console", lambda **_: shown)
     simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1, s=1, s_prime=1))
     records: list[Record] = []
     with progress.progress(simulation, 2, records) as on_round:

@@ -13,6 +13,7 @@ from torch.nn import functional
 import work_cases as cases
 from tdpfed import FedAvg, Federation
 from tdpfed.core.metrics import Metric
+from tdpfed.core.tasks import Task
 from tdpfed.engine import evaluate
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -179,3 +180,13 @@ def test_a_metric_of_ones_own_may_be_better_when_lower_and_its_errors_are_named(
 def test_bad_metrics_are_refused(given: list[str], words: str) -> None:
     with pytest.raises(TDPFedError, match=words):
         Simulation(nn.Linear(6, 3).double(), cases.classes(cases.FLAT), FedAvg(), metrics=given)
+
+
+def test_losses_of_many_samples_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(3)
+    outputs = 30 * torch.randn(400, 7, generator=generator, dtype=torch.float64)
+    targets = torch.randint(7, (400,), generator=generator)
+    task = Task.of()
+    torch.testing.assert_close(
+        task.each(outputs, targets, many=True), task.each(outputs, targets), rtol=1e-12, atol=1e-12
+    )

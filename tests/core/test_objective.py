@@ -109,3 +109,26 @@ def test_a_loss_of_ones_own() -> None:
     torch.testing.assert_close(loss, residual.square().sum() / 4)
     losses, _ = objective.per_sample(w.reshape(-1), (x, y))
     torch.testing.assert_close(losses, residual.square().sum(-1) / 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_replaced_parameters_give_the_same_outputs_and_are_put_back(tied: bool) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3))
+    if tied:
+        model[2].weight = model[0].weight
+    objective = Objective.of(model)
+    assert objective.tied is tied
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    thetas, x = torch.randn(3, objective.layout.size), torch.randn(5, 4)
+
+    def compare(like: Tensor) -> None:
+        with torch.no_grad(), objective.replacing(like) as outputs:
+            for theta in like:
+                assert torch.equal(outputs(theta, x.to(like)), objective.outputs(theta, x.to(like)))
+            raise ZeroDivisionError
+
+    for like in (thetas, thetas.double()):  # of another type than the model
+        with pytest.raises(ZeroDivisionError):
+            compare(like)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

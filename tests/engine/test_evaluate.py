@@ -135,7 +135,7 @@ def test_a_large_model_gets_fewer_samples_at_once(monkeypatch: pytest.MonkeyPatc
 
 def test_clients_with_many_samples_are_scored_by_themselves_with_the_same_outcome() -> None:
     """To the bit whoever is scored with them, and however many samples fit at once."""
-    many = evaluate.ONE_BY_ONE_SAMPLES
+    many = evaluate.ONE_BY_ONE_TARGETS
     objective, theta, data = case([many + 30, 5, 0, many, many - 1])
     whole = evaluate.score_each(objective, theta, data, torch.arange(5))
     expected = [by_hand(objective, theta[k], data, k) for k in range(5)]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, Participation, PFedMe
-from tdpfed.engine import evaluate
+from tdpfed.engine import evaluate, recorder
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -108,3 +108,12 @@ def test_only_a_sample_of_the_clients_is_evaluated() -> None:
 def test_a_sample_that_cannot_be_is_refused(given: int) -> None:
     with pytest.raises(TDPFedError, match=rf"run\.evaluate_clients: {given} given, must be at least 1 and at most 9"):
         Simulation(small.mlp(), small.federation(9), small.variants()["fedavg"], evaluate_clients=given)
+
+
+def test_rows_are_equal_only_if_all_their_parameters_are() -> None:
+    one = torch.randn(4, 3 * recorder.FEW, generator=torch.Generator().manual_seed(0))
+    other = one.clone()
+    other[1, 0] += 1  # among those that are compared first
+    other[2, -1] += 1  # behind them
+    assert recorder._equal_rows(one, other).tolist() == [True, False, False, True]
+    assert recorder._equal_rows(one, one).all()

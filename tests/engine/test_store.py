@@ -266,3 +266,16 @@ def test_a_run_in_a_file_is_resumed_and_leaves_none(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "mmap").iterdir()} == {
         "config.toml", "federation.json", "metrics.jsonl", "summary.json", "checkpoints"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [1, 2], [2, 1], [0, 2], [3], []])
+def test_rows_to_read_are_those_that_are_copied(ids: list[int]) -> None:
+    for trained in ([1, 2], [0, 1, 2, 3]):  # some clients, all of them
+        store = Store(START, 4)
+        values = rows(len(trained), 1.0)
+        values["theta"] += torch.arange(len(trained))[:, None]
+        store.put(torch.tensor(trained), values)
+        clients = torch.tensor(ids, dtype=torch.int64)
+        seen, copied = store.view(clients), store.rows(clients)
+        assert seen.keys() == copied.keys()
+        assert all(torch.equal(seen[name], copied[name]) for name in seen)

@@ -378,3 +378,15 @@ def test_several_seeds_end_in_a_table_and_are_resumed(
     shown = capsys.readouterr()
     assert "both/table.md" in shown.out
     assert "2 of 2 runs were already finished" in shown.err
+
+
+def test_the_summary_shows_the_metrics_of_the_task(tmp_path: Path) -> None:
+    settings = ["data.name=diabetes", "model.name=logistic", "algorithm.name=fedavg", "run.rounds=1", "algorithm.tau=1"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = CliRunner(env={"COLUMNS": "120"}).invoke(cli.app, ["run", *options, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    shown = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in done.stdout.splitlines() if "│" in line}
+    for name, one in json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"].items():
+        assert shown[f"personalized {name}"] == f"{one['personalized']:.4g}"
+        assert shown[f"global model {name}"] == f"{one['global']:.4g}"
+    assert "personalized accuracy" not in shown

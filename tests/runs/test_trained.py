@@ -53,6 +53,14 @@ def test_models_take_raw_inputs_with_the_bits_of_training(run: tuple[TrainedRun,
     assert torch.equal(found.global_model()(x), expected)
 
 
+def test_models_take_arrays_of_numpy_as_well(run: tuple[TrainedRun, Result]) -> None:
+    found, _ = run
+    x, _, _ = raw_data()
+    model = found.personalized(NAMES[0])
+    assert torch.equal(model(x.numpy()), model(x))
+    assert torch.equal(model(x.double().numpy()), model(x.double()))
+
+
 def test_their_accuracy_on_raw_data_is_the_recorded_one(run: tuple[TrainedRun, Result]) -> None:
     """Counted by hand on what the owner has: the samples as given, found by their normalized twins."""
     found, result = run

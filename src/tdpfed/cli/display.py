@@ -15,7 +15,7 @@ from rich.table import Table
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.report import table as tables
 from tdpfed.runs.grid import Cell, CellResult
-from tdpfed.runs.progress import Pace, percent, quality, say
+from tdpfed.runs.progress import Pace, quality, say, shown
 from tdpfed.runs.session import Session
 
 COLUMNS = {
@@ -138,10 +138,11 @@ def plan_table(plan: FactorPlan, title: str) -> Table:
 
 def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     """Return the summary of a run as a table."""
+    counted = "" if summary.get("metrics") else "accuracy: correct predictions. "
     caption = (
-        "accuracy: correct predictions on the held-out samples of all clients. personalized: each client's own model "
-        "after its latest training, or the initial model if it was never chosen; local: the models that clients report "
-        "to the server; global: the server's model"
+        f"{counted}On the held-out samples of all clients. personalized: each client's own model after its latest "
+        "training, or the initial model if it was never chosen; local: the models that clients report to the server; "
+        "global: the server's model"
     )
     title = f"{summary['algorithm']} on {summary['dataset']}: {summary['status']}"
     table = Table(title=title, show_header=False, caption=caption, caption_justify="left")
@@ -151,12 +152,8 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     rate = summary["compression_rate"]
     trained = summary.get("clients_trained", summary["clients"])
     part = "" if trained == summary["clients"] else f", {trained} of them trained"
-    best, worst = percent(summary["best_personalized_accuracy"]), percent(summary["worst_decile_accuracy"])
     rows = {
-        "personalized accuracy": percent(summary["personalized_accuracy"]),
-        "best round, worst clients": f"{best}, {worst} (mean of the worst tenth)",
-        "local model accuracy": percent(summary["local_accuracy"]),
-        "global model accuracy": percent(summary["global_accuracy"]),
+        **_metric_rows(summary),
         "sent": f"{up:,.2f} MB up, {down:,.2f} MB down",
         "a dense run would send": f"{summary['dense_uplink_bytes'] / 1e6:,.2f} MB up",
         "upload compression": "-" if rate is None else f"{rate:.2f}x (dense model over upload)",
@@ -171,6 +168,21 @@ def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _metric_rows(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the rows of the accuracies or, if a run has other metrics, of these; the first is the main one."""
+    keys = ("personalized", "local", "global", "best_personalized", "worst_decile")
+    accuracy = {key: summary[f"{key}_accuracy"] for key in keys}
+    rows: dict[str, str] = {}
+    for name, one in (summary.get("metrics") or {"accuracy": accuracy}).items():
+        personal, local, common, best, worst = (shown(one.get(key), name) for key in keys)
+        main = not rows
+        rows[f"personalized {name}"] = personal
+        if main:
+            rows["best round, worst clients"] = f"{best}, {worst} (mean of the worst tenth)"
+        rows |= {f"local model {name}": local, f"global model {name}": common}
+    return rows
 
 
 def show(table: Table) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tdpfed.cli.base import Json, app, print_json, search_here
@@ -78,6 +77,7 @@ def personalize(
 
     It starts from the server's model and takes rounds of the method's local work; nothing is uploaded.
     """
+    from tdpfed.cli.display import show
     from tdpfed.data import load
     from tdpfed.runs.export import FORMATS, check_format, metadata, write_model
     from tdpfed.runs.progress import shown
@@ -112,11 +112,13 @@ def personalize(
         print_json(values)
         return
     table = Table(title=f"{found.settings.method.name} for {client}", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row(f"{made.metric} before", f"{shown(made.before, made.metric)} ({made.start} model)")
     table.add_row(f"{made.metric} after", f"{shown(made.after, made.metric)} ({made.rounds} rounds)")
     table.add_row("samples", f"{made.train_samples} to train, {made.test_samples} held out")
     table.add_row("model", str(file))
-    Console().print(table)
+    show(table)
 
 
 def _format(given: str, allowed: tuple[str, ...]) -> str:

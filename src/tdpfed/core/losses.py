@@ -31,6 +31,11 @@ def each_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return _at_positions(outputs, targets, counted).sum(-1) / counted.sum(-1).clamp_min(1)
 
 
+def many_cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each of many samples, ``(B,)``, with few classes faster, and equal up to rounding."""
+    return outputs.logsumexp(-1) - outputs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
 def positions(targets: Tensor) -> Tensor:
     """Return how many positions of each sequence ``(B, T)`` have a target, ``(B,)``."""
     return (targets != IGNORED).sum(-1)

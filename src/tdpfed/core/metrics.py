@@ -63,7 +63,7 @@ def _predicted(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor
     if _binary(outputs, targets):
         found, targets = _rows(outputs) > 0, _rows(targets)
     else:
-        found, targets = _rows(outputs.argmax(-1)), _rows(targets)
+        found, targets = _rows(outputs.max(-1).indices), _rows(targets)  # as argmax, in less time
     return found.to(targets.dtype), targets, targets != IGNORED
 
 

@@ -5,8 +5,8 @@ The model is an ordinary ``nn.Module``, called as a function of a flat vector. W
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,6 +78,15 @@ class Objective:
         """Return the model's own trained parameters as a flat vector ``(P,)``."""
         return self.layout.flatten({name: value.detach() for name, value in _trained(self.model).items()})
 
+    @cached_property
+    def tied(self) -> bool:
+        """Whether a parameter or buffer has several names."""
+        one, every = (
+            len([*self.model.named_parameters(remove_duplicate=once), *self.model.named_buffers(remove_duplicate=once)])
+            for once in (True, False)
+        )
+        return one < every
+
     def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the model's whole ``state_dict`` with parameters ``(P,)``: tied and frozen ones and buffers too."""
         model = copy.deepcopy(self.model)
@@ -112,6 +121,41 @@ class Objective:
     def outputs(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return the model's outputs for parameters ``(P,)`` and inputs ``(B, ...)``."""
         parameters = self.layout.unflatten(theta)
+
+        def call(*args: Tensor, **named: Tensor) -> Tensor:
+            result: Tensor = functional_call(self.model, parameters, args, named, tie_weights=self.tied)
+            return result
+
+        return self._called(call, theta, x)
+
+    @contextmanager
+    def replacing(self, like: Tensor) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """Yield :meth:`outputs` for many calls without a gradient, with parameters as ``like`` ``(..., P)``.
+
+        The model's parameters are replaced until the end, which takes less time than a ``functional_call`` each time.
+        """
+        places = _trained(self.model)
+        own = {name: parameter.data for name, parameter in places.items()}
+
+        there: Tensor | None = None
+
+        def outputs(theta: Tensor, x: Tensor) -> Tensor:
+            nonlocal there
+            if theta is not there:
+                for name, value in self.layout.unflatten(theta).items():
+                    places[name].data = value
+                there = theta
+            return self._called(self.model, theta, x)
+
+        alike = all((one.dtype, one.device) == (like.dtype, like.device) for one in own.values())
+        try:
+            yield outputs if alike else self.outputs
+        finally:
+            for name, parameter in places.items():
+                parameter.data = own[name]
+
+    def _called(self, model: Callable[..., Tensor], theta: Tensor, x: Tensor) -> Tensor:
+        """Call a model that has the parameters already."""
         replaced: AbstractContextManager[object] = nullcontext()
         if self.drops and self.inputs is not None:
             x, bits = key_of(x, self.inputs.shape)
@@ -120,7 +164,7 @@ class Objective:
             replaced = Drops(None)
         args, named = ((x,), {}) if self.inputs is None else self.inputs.arguments(x)
         with torch.autocast(theta.device.type, torch.bfloat16, enabled=self.short, cache_enabled=False), replaced:
-            result: Tensor = functional_call(self.model, parameters, args, named)
+            result = model(*args, **named)
         return result.to(theta.dtype) if self.short else result
 
     def value(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:

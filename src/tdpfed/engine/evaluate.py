@@ -1,7 +1,7 @@
 """Evaluation of models on the clients' test data: each client's own model, or one model for all."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,8 @@ PARAMETERS_AT_ONCE = 1 << 25
 ACTIVATIONS_AT_ONCE = 1 << 28
 """Most activations of one forward pass."""
 
-ONE_BY_ONE_SAMPLES = 100
-"""A client with this many samples is computed alone on a CPU, which is faster from there on."""
+ONE_BY_ONE_TARGETS = 100
+"""A client whose samples have this many targets is computed alone on a CPU, which is faster from there on."""
 
 
 @dataclass(frozen=True)
@@ -160,37 +160,61 @@ class _Tally:
         self.task, self.clients, self.device = task, clients, federation.device
         self.size, self.longest = federation.test_size[clients], int(federation.test_size.max())
         self.summed = {one.name: one.values for one in task.metrics if one.values is not None}
-        self.sums = {name: self._zeros(values(*like).shape[1]) for name, values in self.summed.items()}
-        self.weight, self.loss = self._zeros(), self._zeros()
+        self.widths = [values(*like).shape[1] for values in self.summed.values()]
+        self.totals = torch.zeros(len(clients), 2 + sum(self.widths), dtype=torch.float64, device=self.device)
         collects = any(one.whole is not None for one in task.metrics)
         self.kept = [one.new_zeros(len(clients), self.longest, *one.shape[1:]) for one in like if collects]
-
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(len(self.clients), *shape, dtype=torch.float64, device=self.device)
 
     def add(self, rows: Tensor, done: int, outputs: Tensor, targets: Tensor) -> None:
         """Add the outputs ``(K, B, ...)`` of clients' samples from number ``done`` on, those past the end left out."""
         place = done + torch.arange(outputs.shape[1], device=self.device)
         counts = place < self.size[rows, None]
-        flat, wanted = outputs.flatten(0, 1), targets.flatten(0, 1)
-        weight = self.task.weight(wanted).double().reshape(counts.shape)
-        losses = self.task.each(flat, wanted).double().reshape(counts.shape)
-        self.weight[rows] += weight.where(counts, 0).sum(-1)
-        self.loss[rows] += (losses * weight).where(counts, 0).sum(-1)
-        for name, values in self.summed.items():
-            if values is SURPRISE and self.task.loss.name == "cross_entropy":  # it is the loss
-                found = torch.stack([losses * weight, weight], -1)
-            else:
-                found = values(flat, wanted).double().reshape(*counts.shape, -1)
-            self.sums[name][rows] += found.where(counts.unsqueeze(-1), 0).sum(1)
+        found = self._values(outputs.flatten(0, 1), targets.flatten(0, 1)).unflatten(1, counts.shape)
+        self.totals.index_add_(0, rows, found.where(counts, 0).sum(-1).T)
         for kept, new in zip(self.kept, (outputs, targets), strict=False):
             width = min(new.shape[1], self.longest - done)
             kept[rows, done : done + width] = new[:, :width]
 
+    def add_pieces(self, pieces: Sequence["_Piece"]) -> None:
+        """Add the outputs of single clients, each of samples of its own."""
+        if not pieces:
+            return
+        outputs, targets = (torch.cat([getattr(one, name) for one in pieces]) for name in ("outputs", "targets"))
+        found = self._values(outputs, targets, many=True).split([len(one.outputs) for one in pieces], 1)
+        rows = torch.tensor([one.row for one in pieces], device=self.device)
+        self.totals.index_add_(0, rows, torch.stack([one.sum(-1) for one in found]))
+        for one in pieces:
+            for kept, new in zip(self.kept, (one.outputs, one.targets), strict=False):
+                kept[one.row, one.done : one.done + len(new)] = new
+
+    def _values(self, outputs: Tensor, targets: Tensor, *, many: bool = False) -> Tensor:
+        """Return what adds up over samples, ``(C, B)``: the weight, the weighted loss, the values of each metric."""
+        weight = self.task.weight(targets).double()
+        loss = self.task.each(outputs, targets, many=many).double() * weight
+        rows = [torch.stack([weight, loss])]
+        for values in self.summed.values():
+            if values is SURPRISE and self.task.loss.name == "cross_entropy":  # it is the loss
+                rows.append(torch.stack([loss, weight]))
+            else:
+                rows.append(values(outputs, targets).double().T)
+        return torch.cat(rows)
+
     @property
     def score(self) -> Score:
         """The sums, on the CPU."""
-        return Score(self.size, self.weight, self.loss, self.sums, *self.kept).mapped(Tensor.cpu)
+        weight, loss, *sums = self.totals.split([1, 1, *self.widths], 1)
+        named = dict(zip(self.summed, sums, strict=True))
+        return Score(self.size, weight.squeeze(1), loss.squeeze(1), named, *self.kept).mapped(Tensor.cpu)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The outputs of one client's samples from number ``done`` on, and their targets."""
+
+    row: int
+    done: int
+    outputs: Tensor
+    targets: Tensor
 
 
 def _score_together(
@@ -200,16 +224,12 @@ def _score_together(
     clients, size = tally.clients, tally.size
     start = federation.test_start[clients]
     everybody = torch.arange(len(clients), device=theta.device)
-    many = (size >= ONE_BY_ONE_SAMPLES) & (theta.device.type == "cpu")
+    many = (size * _targets_each(federation) >= ONE_BY_ONE_TARGETS) & (theta.device.type == "cpu")
     alone = size > 0 if objective.one_by_one(theta) else many
+    if bool(alone.any()):
+        _score_alone(objective, theta, federation, tally, everybody[alone].tolist(), at_once)
     compute = vmap(objective.outputs)
     with torch.no_grad():
-        for row in everybody[alone].tolist():
-            first, count = int(start[row]), int(size[row])
-            for done in range(0, count, at_once):
-                piece = slice(first + done, first + min(done + at_once, count))
-                outputs = objective.outputs(theta if theta.ndim == 1 else theta[row], federation.x[piece])
-                tally.add(everybody[row : row + 1], done, outputs[None], federation.y[piece][None])
         for done in range(0, int(size.where(~alone, 0).max()), width):
             rows = everybody[(size > done) & ~alone]
             filled = rows if len(rows) >= MIN_CLIENTS else rows.repeat(MIN_CLIENTS)[:MIN_CLIENTS]
@@ -217,5 +237,39 @@ def _score_together(
             index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
             whole = len(rows) == len(clients) >= MIN_CLIENTS
             own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
-            tally.add(rows, done, compute(own, federation.x[index])[: len(rows)], federation.y[index[: len(rows)]])
+            outputs = compute(own, _taken(federation.x, index))[: len(rows)]
+            tally.add(rows, done, outputs, _taken(federation.y, index[: len(rows)]))
     return tally.score
+
+
+def _score_alone(
+    objective: Objective, theta: Tensor, federation: Federation, tally: _Tally, rows: Sequence[int], at_once: int
+) -> None:
+    """Evaluate clients one by one; what is counted is computed for ``at_once`` samples or more."""
+    starts, counts = federation.test_start[tally.clients].tolist(), tally.size.tolist()
+    pieces, samples = list[_Piece](), 0
+    with torch.no_grad(), objective.replacing(theta) as compute:
+        for row in rows:
+            for done in range(0, counts[row], at_once):
+                some = slice(starts[row] + done, starts[row] + min(done + at_once, counts[row]))
+                outputs = compute(theta if theta.ndim == 1 else theta[row], federation.x[some])
+                pieces.append(_Piece(row, done, outputs, federation.y[some]))
+                samples += len(outputs)
+                if samples >= at_once:
+                    tally.add_pieces(pieces)
+                    pieces, samples = [], 0
+        tally.add_pieces(pieces)
+
+
+def _targets_each(federation: Federation) -> int:
+    """Return how many targets a sample has: those of a sequence are as many rows of a matrix product."""
+    return max(1, federation.y[:1].numel())
+
+
+def _taken(values: Tensor, index: Tensor) -> Tensor:
+    """Return ``values[index]``; on a CPU without a copy if these are consecutive rows."""
+    if index.device.type == "cpu" and index.numel():
+        first = int(index[0, 0])
+        if torch.equal(index.flatten(), torch.arange(first, first + index.numel())):
+            return values[first : first + index.numel()].reshape(*index.shape, *values.shape[1:])
+    return values[index]

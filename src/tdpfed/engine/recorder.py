@@ -31,6 +31,9 @@ Known = tuple[evaluate.Score, Callable[[slice], Tensor]]
 AT_ONCE = 256
 """Clients whose models are compared at a time."""
 
+FEW = 64
+"""Parameters that are compared first."""
+
 
 @dataclass(frozen=True)
 class Recorder:
@@ -67,7 +70,7 @@ class Recorder:
         own = self.algorithm.personalized
 
         def personalized(some: slice) -> Tensor:
-            return own(store.rows(mine[some]))
+            return own(store.view(mine[some]))
 
         scores = {PERSONALIZED: self._score(self.evaluated, personalized)}
         if trained is not None:
@@ -78,7 +81,7 @@ class Recorder:
         if self.received and receive is not None:
             known: list[Known] = [(scores[PERSONALIZED], personalized)]
             known += [] if shipped is None else [(scores[GLOBAL], lambda _: shipped)]
-            scores[RECEIVED] = self._received(mine, receive, known)
+            scores[RECEIVED] = self._but_for(mine, lambda some: receive(mine[some]), known, self.evaluated)
         if self.held_out is not None:
             scores[VALIDATION] = self._score(self.evaluated, personalized, self.held_out)
         honest = {
@@ -167,28 +170,32 @@ class Recorder:
         data = self.federation
         return replace(data, test_start=data.train_start, test_size=data.train_size)
 
-    def _received(self, mine: Tensor, receive: Callable[[Tensor], Tensor], known: Sequence[Known]) -> evaluate.Score:
-        """Evaluate the models with which clients begin a round; ``known`` are the scores of models that may be equal.
+    def _but_for(
+        self, mine: Tensor, models: Callable[[slice], Tensor], known: Sequence[Known], clients: Tensor
+    ) -> evaluate.Score:
+        """Evaluate models of ``clients``, of which ``mine`` are on this rank; ``known`` are scores of others.
 
-        A few clients are computed at a time, and those whose model has a score are not evaluated again.
+        A few clients are computed at a time, and those whose model equals one that has a score are not evaluated again.
         """
         place, pieces = self._places[mine], []
         for first in range(0, len(mine), AT_ONCE):
             some = slice(first, first + AT_ONCE)
-            theta, ids = receive(mine[some]), place[some]
+            theta, ids = models(some), place[some]
             left, found = torch.ones(len(ids), dtype=torch.bool), []
-            for score, models in known:
-                same = left & (theta == models(some)).all(-1).cpu()
+            for score, scored in known:
+                there = scored(some)
+                same = left & (ids >= 0) & _equal_rows(theta, there)
                 found += [(same.nonzero().flatten(), score.of(ids[same]).parts())]
                 left &= ~same
             others = left.nonzero().flatten()
-            rows = theta[others.to(theta.device)]
-            found.append((others, self._part(mine[some][others], rows.__getitem__)))
+            if len(others):
+                rows = theta if len(others) == len(left) else theta[others.to(theta.device)]
+                found.append((others, self._part(mine[some][others], rows.__getitem__)))
             back = torch.cat([at for at, _ in found]).argsort()
             pieces.append({name: torch.cat([part[name] for _, part in found])[back] for name in found[0][1]})
         parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]} if pieces else None
         empty = self._part(mine, lambda _: self.objective.initial()[None]) if parts is None else parts
-        return evaluate.Score.joined(self.ranks.gather(empty, self.evaluated))
+        return evaluate.Score.joined(self.ranks.gather(empty, clients))
 
     @cached_property
     def _places(self) -> Tensor:
@@ -202,27 +209,17 @@ class Recorder:
         clients = clients.cpu()
         private, upload = updates.private, self.ranks.part(updates.upload, clients)
         mine = self.ranks.own(clients)
-        place = self._places
-        known = place[mine] >= 0
 
-        def local(rows: Tensor | slice) -> Tensor:
-            return self.algorithm.local_model(_rows(private, rows), _rows(upload, rows))
+        def local(some: slice) -> Tensor:
+            return self.algorithm.local_model(_rows(private, some), _rows(upload, some))
 
         first_one = slice(0, 1)
-        shared = _same(local(first_one), self.algorithm.personalized(_rows(private, first_one)))
-        for first in range(0, 0 if shared else len(mine), AT_ONCE):
-            some = slice(first, first + AT_ONCE)
-            same = (local(some) == self.algorithm.personalized(store.rows(mine[some]))).all(-1)
-            known[some] &= same.cpu()
-        others = (~known).nonzero().flatten()
-        new = self._part(mine[others], lambda some: local(others[some]))
-        parts = {
-            name: torch.empty(len(mine), *values.shape[1:], dtype=values.dtype)
-            .index_copy(0, known.nonzero().flatten(), values[place[mine[known]]])
-            .index_copy(0, others, new[name])
-            for name, values in personal.parts().items()
-        }
-        return evaluate.Score.joined(self.ranks.gather(parts, clients))
+        shared = len(mine) > 0 and _same(local(first_one), self.algorithm.personalized(_rows(private, first_one)))
+
+        def personalized(some: slice) -> Tensor:
+            return self.algorithm.personalized(_rows(private, some) if shared else store.view(mine[some]))
+
+        return self._but_for(mine, local, [(personal, personalized)], clients)
 
     def _score(
         self, clients: Tensor, parameters: Callable[[slice], Tensor], data: Federation | None = None
@@ -246,6 +243,16 @@ class Recorder:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory, as of a method whose clients upload what they keep."""
     return one.data_ptr() == other.data_ptr() and (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def _equal_rows(one: Tensor, other: Tensor) -> Tensor:
+    """Return which rows ``(K, P)`` are equal, ``(K,)`` on the CPU; most that are not differ near their start."""
+    if _same(one, other):
+        return torch.ones(len(one), dtype=torch.bool)
+    equal = (one[:, :FEW] == other[:, :FEW]).all(-1)
+    if equal.any():
+        equal[equal.clone()] = (one[equal] == other[equal]).all(-1)
+    return equal.cpu()
 
 
 def _rows(state: State, rows: slice | Tensor) -> State:

@@ -95,6 +95,15 @@ class Store:
                 assign(rows[name], known.to(value.device), value)
         return rows
 
+    def view(self, clients: Tensor) -> State:
+        """Return the clients' rows to read them before the next :meth:`put`: without a copy if they are consecutive."""
+        slots = self._slots(self.ranks.own(clients))
+        if len(slots) and slots.device.type == "cpu" and not (self._sparse and self._untouched):
+            first, last = int(slots[0]), int(slots[0]) + len(slots)
+            if torch.equal(slots, torch.arange(first, last)):
+                return {name: value[first:last].to(self.start[name].device) for name, value in self._values.items()}
+        return self.rows(clients)
+
     def put(self, clients: Tensor, rows: State, spread: Spread = lambda count, task: task(slice(count))) -> None:
         """Replace rows; ``rows`` are those of the clients that this process holds. All clients count as trained.
 

@@ -139,7 +139,8 @@ class RunFolder:
                 raise TDPFedError(f"{str(path)!r} given, which is a file; must be a new or empty folder", field="--out")
             if path.exists() and any(not _left_over(entry) for entry in path.iterdir()):
                 raise TDPFedError(
-                    f"{str(path)!r} given, which is not empty; must be a new or empty folder", field="--out"
+                    f"{str(path)!r} given, which is not empty; must be a new or empty folder, or resume the run in it",
+                    field="--out",
                 )
 
     def append(self, record: Record) -> None:

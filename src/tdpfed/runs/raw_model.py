@@ -2,17 +2,23 @@
 
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tdpfed.core.inputs import Inputs
 from tdpfed.data.normalization import Normalization
+
+Array = NDArray[Any]
 
 
 class RawModel(nn.Module):
     """A model behind the normalization that it was trained with; a copy of its own, in evaluation mode.
 
     ``forward`` maps raw inputs ``(B, *input_shape)`` to the model's outputs, with the same bits as in training. If the
-    model takes several tensors, they are given as to the model itself, by position or by name.
+    model takes several tensors, they are given as to the model itself, by position or by name. An input may be a tensor
+    or an array of NumPy.
     """
 
     mean: Tensor
@@ -26,8 +32,9 @@ class RawModel(nn.Module):
         self.register_buffer("scale", normalization.scale, persistent=False)
         self.eval()
 
-    def forward(self, *values: Tensor, **named: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor | Array, **by_name: Tensor | Array) -> Tensor:
         """Return the outputs for raw inputs; with classes, the scores of each class."""
+        values, named = [_tensor(value) for value in inputs], {name: _tensor(one) for name, one in by_name.items()}
         parts, places = self.inputs.parts, self.inputs.places
         if not parts:
             (x,) = values
@@ -47,3 +54,7 @@ class RawModel(nn.Module):
     def _normalized(self, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         x = x.to(mean.dtype)
         return ((x - mean) / scale if self.normalizes else x).to(self.dtype)
+
+
+def _tensor(value: Tensor | Array) -> Tensor:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
