@@ -19,8 +19,11 @@ from tdpfed.algorithms.base import held_out_of
 from tdpfed.cli import app, main
 from tdpfed.config import load_config
 from tdpfed.core.draws import HeldOut, Stream, key, own_indices, permute
+from tdpfed.data.build import make_federation
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
+from tdpfed.runs.session import Session
+from tdpfed.runs.simulate import simulate
 from tdpfed.runs.snapshot import restore, snapshot_of
 from tdpfed.server.participation import Participation
 
@@ -207,6 +210,34 @@ def test_a_method_that_holds_samples_out_to_the_end_does_so_inside_too() -> None
     assert held_out_of(made, 0.0) == HeldOut(0.25, None)
     assert held_out_of(Best.of(FedAvg(), choose_rounds=3), 0.0) == HeldOut(0.25, 3)
     assert held_out_of(Best.of(FedAvg(), choose_rounds=3), 0.1) == HeldOut(0.1, None)
+
+
+def test_a_client_that_first_takes_part_after_the_choice_has_none() -> None:
+    algorithm = best(FedAvg(**small.COMMON, eta=0.1), choose_rounds=1)
+    made = small.train(algorithm, 1, data=opposed(5), participation=Participation(2))
+    early = [name is not None for name in choices(made)]
+    assert sum(early) == 2
+    for _ in range(8):
+        made.step()
+    assert [name is not None for name in choices(made)] == early
+    late = early.index(False)
+    assert torch.equal(made.personalized()[late], made.private["method.theta"][late])
+
+
+@pytest.mark.parametrize("until", [2, None])
+def test_a_run_from_python_goes_on_from_the_command_line(tmp_path: Path, until: int | None) -> None:
+    data, algorithm = (
+        make_federation("digits", clients=4, per_client=5, max_samples=40),
+        Best.of(FedAvg(tau=2), choose_rounds=until),
+    )
+    simulate("logistic", data, algorithm, 3, out=tmp_path / "run")
+    session = Session.resume(tmp_path / "run", None, overrides=["run.rounds=5"])
+    try:
+        assert session.simulation.algorithm == Best.of(FedAvg(tau=2), choose_rounds=2 if until else 3).bind(
+            session.simulation.objective.layout, 4, session.simulation.algorithm.most_samples
+        )
+    finally:
+        session.folder.release()
 
 
 def test_validation_accuracy_by_hand() -> None:

@@ -142,14 +142,14 @@ def test_class_groups_of_any_size(labels: NDArray[np.int64], clients: int, per_c
     there = len(np.unique(labels))
     assume(per_client <= there)
     each = -(-clients * per_client // there)
-    if -(-clients // each) * per_client < there:  # every group of clients takes as many classes
+    if -(-clients // each) * per_client != there:  # every group of clients takes as many classes
         with pytest.raises(TDPFedError, match="clients: "):
             class_groups(labels, clients, per_client, seed)
         return
     parts = class_groups(labels, clients, per_client, seed)
     assert_dealt_once(parts, len(labels))
     held = [set(labels[part].tolist()) for part in parts]
-    assert all(len(one) <= per_client for one in held)
+    assert all(len(one) == per_client for one in held)
     assert all(sum(c in one for one in held) <= each for c in range(there))
 
 
@@ -363,3 +363,12 @@ def test_streams_of_a_seed_differ_and_global_randomness_stays_untouched() -> Non
     assert drawn[0] == np.random.Generator(np.random.Philox(7)).integers(2**60)
     partition.iid(np.zeros(8, np.int64), 2, 0)
     assert np.array_equal(before, np.random.get_state()[1])  # type: ignore[index]  # noqa: NPY002
+
+
+@pytest.mark.parametrize(("clients", "per_client", "classes"), [(3, 2, 3), (10, 3, 4)])
+def test_class_groups_that_leave_a_client_with_fewer_classes_are_refused(
+    clients: int, per_client: int, classes: int
+) -> None:
+    with pytest.raises(TDPFedError) as error:
+        class_groups(np.arange(600) % classes, clients, per_client, seed=0)
+    assert error.value.field == "clients"

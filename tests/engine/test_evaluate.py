@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import small
+from tdpfed.algorithms import FedAvg
 from tdpfed.core import metrics
 from tdpfed.core.objective import Objective
 from tdpfed.data import Federation
 from tdpfed.engine import evaluate
+from tdpfed.engine.simulation import Simulation
 from tdpfed.models import build
 
 TESTS = [3, 0, 7, 1, 0]
@@ -159,3 +161,26 @@ def test_convolutions_are_scored_client_by_client_on_a_cpu_with_the_same_outcome
     together = evaluate.score_each(objective, theta, data, torch.arange(5))
     assert torch.equal(correct(singly), correct(together))
     torch.testing.assert_close(singly.loss, together.loss)
+
+
+class InPlace(nn.Module):
+    """A model that changes its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.layer(x.sub_(1.0))
+        return outputs
+
+
+@pytest.mark.parametrize("each", [8, 400])
+def test_a_model_that_changes_its_inputs_changes_no_sample(each: int) -> None:
+    x, owner = torch.randn(4 * each, 3), torch.arange(4 * each) // each
+    data = Federation.from_tensors(x, torch.arange(4 * each) % 2, owner)
+    before = data.x.clone()
+    made = Simulation(InPlace(), data, FedAvg(tau=1, batch_size=4), train_loss=True)
+    made.step()
+    made.record(0.0)
+    assert torch.equal(data.x, before)

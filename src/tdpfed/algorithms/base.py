@@ -26,7 +26,7 @@ from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError, wrong
 
 CHOICE = "choice"
-"""The entry ``(1,)`` of private state with the number of the candidate that a client uses, if it chooses."""
+"""The entry ``(1,)`` of private state with the number of the candidate that a client uses; -1 if it never chose."""
 
 RATES = (0.2, 5.0)
 """The range in which tuning searches a learning rate, as multiples of its value."""

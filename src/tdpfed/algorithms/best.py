@@ -163,7 +163,7 @@ class Best(Algorithm):
     def received(self, message: State, private: State, local: LocalWork) -> Tensor:
         """Return the method's for a client that uses its model; any other choice stays as it is."""
         federated = self.method.received(message, _inside(private), local)
-        return torch.where(private[CHOICE] == 0, federated, private["theta"])
+        return torch.where(private[CHOICE] <= 0, federated, private["theta"])
 
     def local_model(self, private: State, upload: State) -> Tensor:
         """Return the model that the method uploads."""
@@ -184,9 +184,9 @@ class Best(Algorithm):
         return ("method", *shared, *(f"{mix:g} alone" for mix in self.mixes), "alone")
 
     def init_private(self, theta: Tensor) -> State:
-        """Keep the model in use, the one trained alone, the number of the choice, and what the method keeps."""
+        """Keep the model in use, the one trained alone, the number of the choice (-1: none), and the method's state."""
         kept = self.method.init_private(theta)
-        first = {"theta": self.method.personalized(kept), "alone": theta, CHOICE: theta.new_zeros(1)}
+        first = {"theta": self.method.personalized(kept), "alone": theta, CHOICE: theta.new_full((1,), -1)}
         return {**first, **_outside(kept)}
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:

@@ -166,9 +166,9 @@ def _board(
             done = _run(cells, place, data_root, keep_checkpoints=False) if cells else []
             lost |= {f"{at.name}, trial {cell}": error for cell, error in _failed(done).items()}
         dense = made.dense(searches, folder)
-        results = _run(dense, folder / leaderboard.RUNS, data_root, keep_checkpoints=False)
+        results = _run(dense, folder / leaderboard.RUNS, data_root)
         factored = made.factored(dense, folder)
-        results += _run(factored, folder / leaderboard.RUNS, data_root, keep_checkpoints=False)
+        results += _run(factored, folder / leaderboard.RUNS, data_root)
         failed = _failed(results)
         told = [f"{cell}: {error}" for cell, error in (lost | failed).items()]
         return leaderboard_page.write(made, folder, searches, told), failed

@@ -250,12 +250,12 @@ class Config:
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
-        settings = plain(self.evaluation.over(self.run.rounds))
+        settings = plain(self.evaluation if self.data.validation else self.evaluation.over(self.run.rounds))
         del settings["received"]
         if settings.pop("personalize") == "own":
             return self.method
         if self.data.validation:  # held out to the end, so that records can tell the accuracy on it
-            settings |= {"validation": self.data.validation, "choose_rounds": None}
+            settings["validation"] = self.data.validation
         return Best.of(self.method, **settings)
 
     def device(self) -> torch.device:

@@ -67,7 +67,6 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("optimizer.factor", config.optimizer.schedule == "step", "optimizer.schedule = 'step'"),
         *((f"evaluation.{name}", best, chosen) for name in CHOOSING),
         ("evaluation.validation", not config.data.validation, "data.validation = 0, which is used for the choice too"),
-        ("evaluation.choose_rounds", not config.data.validation, "data.validation = 0, which is held out to the end"),
         ("server.rate", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.momentum", stepping != "average", "server.optimizer = 'sgd', 'adam' or 'yogi'"),
         ("server.decay", stepping in ("adam", "yogi"), "server.optimizer = 'adam' or 'yogi'"),

@@ -55,7 +55,8 @@ class Objective:
         if drops and inputs is None:
             raise TDPFedError("dropout in training needs the shape of a sample; give inputs", field="model")
         task = task if isinstance(task, Task) else Task.of(task)
-        return cls(model, Layout.of(_trained(model)), task, short, inputs, drops)
+        attends = any(isinstance(one, nn.MultiheadAttention) for one in model.modules())
+        return cls(model, Layout.of(_trained(model)), task, short, inputs, drops, attends)
 
     @property
     def loss(self) -> LossFunction:

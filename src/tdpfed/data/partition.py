@@ -132,6 +132,12 @@ def class_groups(
         for k, part in zip(holders, _assigned(order, np.append(sizes, len(members) - sizes.sum())), strict=True):
             held[k].append(part)
         free[holders] -= 1
+    if free.any():
+        raise TDPFedError(
+            f"{clients!r} in groups of {each} leave client {int(free.argmax())} with fewer than {per_client} classes; "
+            f"allowed: whole groups whose {per_client} classes each are a multiple of {len(names)} classes",
+            field="clients",
+        )
     return [np.sort(np.concatenate(parts)) for parts in held]
 
 

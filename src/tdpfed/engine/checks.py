@@ -197,7 +197,7 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     Return the objective and notes: a model that cannot be computed for several clients at once is computed for one
     after another.
     """
-    theta, (x, y) = objective.initial(), (data.x[:2], data.y[:2])
+    theta, (x, y) = objective.initial(), (data.x[:2].clone(), data.y[:2])
     try:
         with Drops(None) as seen:
             outputs = objective.outputs(theta, x)

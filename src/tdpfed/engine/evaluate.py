@@ -110,7 +110,7 @@ def _defined(value: float | Tensor) -> float | None:
 
 def samples_at_once(objective: Objective, federation: Federation) -> int:
     """Return how many samples to send through the model together."""
-    return min(SAMPLES_AT_ONCE, max(1, ACTIVATIONS_AT_ONCE // objective.activation_size(federation.x[:2])))
+    return min(SAMPLES_AT_ONCE, max(1, ACTIVATIONS_AT_ONCE // objective.activation_size(federation.x[:2].clone())))
 
 
 def score(
@@ -129,7 +129,7 @@ def score(
     widest = CPU_SAMPLES_PER_CLIENT if federation.device.type == "cpu" else at_once
     width = max(1, min(widest, longest, at_once // MIN_CLIENTS))
     together = max(MIN_CLIENTS, min(at_once // width, PARAMETERS_AT_ONCE // objective.layout.size))
-    like = objective.outputs(objective.initial(), federation.x[:1]), federation.y[:1]
+    like = objective.outputs(objective.initial(), federation.x[:1].clone()), federation.y[:1]
     parts = [
         _score_together(
             objective, parameters(slice(first, first + together)), federation,
@@ -252,7 +252,8 @@ def _score_alone(
         for row in rows:
             for done in range(0, counts[row], at_once):
                 some = slice(starts[row] + done, starts[row] + min(done + at_once, counts[row]))
-                outputs = compute(theta if theta.ndim == 1 else theta[row], federation.x[some])
+                inputs = federation.x[some].clone()  # a model may change its inputs in place
+                outputs = compute(theta if theta.ndim == 1 else theta[row], inputs)
                 pieces.append(_Piece(row, done, outputs, federation.y[some]))
                 samples += len(outputs)
                 if samples >= at_once:
@@ -267,9 +268,9 @@ def _targets_each(federation: Federation) -> int:
 
 
 def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[index]``; on a CPU without a copy if these are consecutive rows."""
+    """Return ``values[index]``; on a CPU a plain copy if these are consecutive rows."""
     if index.device.type == "cpu" and index.numel():
         first = int(index[0, 0])
         if torch.equal(index.flatten(), torch.arange(first, first + index.numel())):
-            return values[first : first + index.numel()].reshape(*index.shape, *values.shape[1:])
+            return values[first : first + index.numel()].clone().reshape(*index.shape, *values.shape[1:])
     return values[index]

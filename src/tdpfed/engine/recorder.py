@@ -144,7 +144,7 @@ class Recorder:
             return None
         rows = store.rows(self.ranks.own(self.evaluated), (CHOICE,))
         numbers = self.ranks.gather(rows, self.evaluated)[CHOICE].flatten()
-        return self._by_client([names[int(number)] for number in numbers.tolist()])
+        return self._by_client([names[int(number)] if number >= 0 else None for number in numbers.tolist()])
 
     def _by_client(self, values: Sequence[T | None]) -> list[T | None]:
         """Return values of the evaluated clients by client id; None for the others."""
@@ -249,6 +249,7 @@ def _equal_rows(one: Tensor, other: Tensor) -> Tensor:
     """Return which rows ``(K, P)`` are equal, ``(K,)`` on the CPU; most that are not differ near their start."""
     if _same(one, other):
         return torch.ones(len(one), dtype=torch.bool)
+    other = other.expand_as(one)
     equal = (one[:, :FEW] == other[:, :FEW]).all(-1)
     if equal.any():
         equal[equal.clone()] = (one[equal] == other[equal]).all(-1)

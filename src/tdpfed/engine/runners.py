@@ -302,7 +302,7 @@ class Runner:
         """How many clients fit in memory at a time: in one chunk on a GPU, in all parallel chunks on a CPU."""
         data = self.federation
         # Forward and backward keep about two values per activation; grouped convolutions copy them once more.
-        activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2])
+        activations = 4 * self.algorithm.batch_size * self.objective.activation_size(data.x[:2].clone())
         per_client = data.x.element_size() * (VECTORS_PER_CLIENT * self.objective.layout.size + activations)
         bytes_ = torch.cuda.mem_get_info(data.device)[0] // 2 if data.device.type == "cuda" else CPU_CHUNK_BYTES
         return max(MIN_CLIENTS, bytes_ // per_client)

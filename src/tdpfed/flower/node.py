@@ -148,7 +148,7 @@ class Node:
         """Try the model on two samples, so that errors are reported before the first round."""
         data, objective = self.data, self.side.objective
         try:
-            outputs = objective.outputs(self.side.start, data.x[:2])
+            outputs = objective.outputs(self.side.start, data.x[:2].clone())
         except Exception as error:  # the user's own code may raise anything
             raise TDPFedError(f"task.model: cannot take inputs of shape {tuple(data.x.shape[1:])} ({error})") from error
         if objective.loss is not torch.nn.functional.cross_entropy:
@@ -289,7 +289,9 @@ class Node:
         held_out = held_out_of(self.side.algorithm, self.config.data.validation)
         if held_out.share and bool(held_out.sizes(size) >= size):
             allowed = f"0, or data with at least 2 training samples: this node has {int(size)}"
-            raise wrong("data.validation", held_out.share, allowed)
+            asks = "evaluation" if self.side.algorithm.candidates else "algorithm"
+            section = "data" if self.config.data.validation else asks
+            raise wrong(f"{section}.validation", held_out.share, allowed)
         return held_out
 
     def _score(self, name: str, theta: Tensor) -> Metrics:
@@ -298,7 +300,7 @@ class Node:
         with torch.no_grad():
             pairs = zip(self.data.x_test.split(EVALUATION_BATCH), self.data.y_test.split(EVALUATION_BATCH), strict=True)
             for x, y in pairs if len(self.data.y_test) else ():
-                outputs = objective.outputs(theta, x)
+                outputs = objective.outputs(theta, x.clone())  # a model may change its inputs in place
                 correct += int((outputs.argmax(-1) == y).sum())
                 loss += float(objective.loss(outputs, y).double()) * len(y)
         return {f"{name}_correct": correct, f"{name}_loss": loss}

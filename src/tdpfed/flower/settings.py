@@ -69,6 +69,8 @@ REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("run.precision", "float32", "'float32': nodes compute in this precision"),
     ("run.diagnostics_every", 0, "0: the server does not have the values they need"),
     ("run.seeds", 1, "1: a deployment is one run"),
+    ("run.train_loss", False, "false: nodes evaluate on test samples only"),
+    ("evaluation.received", False, "false: nodes evaluate after their training only"),
     ("run.evaluate_clients", None, "left out: all connected nodes evaluate"),
     ("engine.state", "auto", "left out: every node keeps its own state, under its state-dir"),
     *(

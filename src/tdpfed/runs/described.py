@@ -51,7 +51,7 @@ def described(
     hostile = {} if attack is None else {f"attack_{name}": value for name, value in plain(attack).items()}
     if attack is not None:
         hostile["attack"] = hostile.pop("attack_kind")
-    method, evaluation, validation = _method(simulation.algorithm)
+    method, evaluation = _method(simulation.algorithm, rounds)
     evaluation = replace(evaluation, received=simulation.recorder.received)
     return Config(
         run=Run(
@@ -68,7 +68,7 @@ def described(
             precision=simulation.runner.precision,
             loggers=tuple(loggers),  # type: ignore[arg-type]  # checked by the section
         ),
-        data=_data(simulation.federation, validation),
+        data=_data(simulation.federation),
         model=Model(name=model if isinstance(model, str) else f"{type(model).__name__}{IN_PYTHON}"),
         task=TaskSettings(loss=_named(loss), metrics=tuple(map(_named, metrics))),
         method_name=name_of(type(method)),
@@ -119,19 +119,20 @@ def _named(given: str | Metric | LossFunction | Function) -> str:
     return spec if found is given else f"{spec.partition(':')[2]}{IN_PYTHON}"
 
 
-def _method(algorithm: Algorithm) -> tuple[Algorithm, Evaluation, float]:
-    """Return the method, the choice among models around it if there is one, and the share that is held out for it."""
+def _method(algorithm: Algorithm, rounds: int) -> tuple[Algorithm, Evaluation]:
+    """Return the method, and the choice among models around it; one without an end is open in all rounds of the run."""
     if not isinstance(algorithm, Best):
-        return algorithm, Evaluation(), 0.0
-    own = {name: getattr(algorithm, name) for name in ("alone_rate", "mixes", "margin", "choice_batches")}
-    return algorithm.method, Evaluation(personalize="best", **own), algorithm.validation
+        return algorithm, Evaluation()
+    own = {name: getattr(algorithm, name) for name in ("validation", "alone_rate", "mixes", "margin", "choice_batches")}
+    until = rounds if algorithm.choose_rounds is None else algorithm.choose_rounds
+    return algorithm.method, Evaluation(personalize="best", choose_rounds=max(1, until), **own)
 
 
-def _data(federation: Federation, validation: float) -> Data:
+def _data(federation: Federation) -> Data:
     """Return the arguments of ``make_federation``; of data made otherwise, what is known about them."""
     more: dict[str, Any] = {
         "normalize": federation.normalization.kind, "augment": federation.augment,
-        "validation": federation.validation or validation,
+        "validation": federation.validation,
     }  # fmt: skip
     made: dict[str, Any] = {name: value for name, value in (federation.settings or {}).items() if value is not None}
     if not made:

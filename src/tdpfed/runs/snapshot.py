@@ -74,7 +74,7 @@ def _check_privacy(simulation: Simulation, snapshot: Snapshot) -> None:
     if saved is None or now is None:
         raise TDPFedError(f"checkpoint: privacy {saved!r} saved, must be {now!r} as in this run")
     spent = saved.get("epsilon") if isinstance(saved, Mapping) else None
-    known = type(spent) in (int, float) and math.isclose(spent, now["epsilon"], rel_tol=1e-3)
+    known = isinstance(spent, float | int) and math.isclose(spent, now["epsilon"], rel_tol=1e-3)
     if not known or {**now, "epsilon": spent} != saved:
         raise TDPFedError(
             f"checkpoint: privacy {saved} was spent in {snapshot.round} rounds, by the settings of this run it would "

@@ -86,16 +86,16 @@ class Record:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Return whether a value from JSON is of a type. A whole number is a number; None is one that was not finite."""
+    """Return whether a value from JSON is of a type. In a dict, None stands for a number that was not finite."""
     inner = get_args(kind)
     if isinstance(kind, UnionType):
         return any(_fits(value, one) for one in inner)
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
     if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+        return isinstance(value, dict) and all(one is None or _fits(one, inner[1]) for one in value.values())
     if kind is float:
-        return value is None or type(value) in (int, float)
+        return type(value) in (int, float)
     return kind is Any or type(value) is kind
 
 
