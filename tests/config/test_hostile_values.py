@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config import load_config, parse_config, preset_text, presets, to_toml
 from tdpfed.config.keys import describe
+from tdpfed.config.loading import parse_toml
 from tdpfed.config.sections import SECTIONS
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
@@ -223,3 +224,22 @@ def test_a_run_with_a_number_at_the_end_of_its_range_ends_or_is_refused(name: st
             pass
         except Exception as error:
             raise AssertionError(f"{key}={value}") from error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 200_000 + "b = 1", "[" + "a." * 200_000 + "b]", '"a b".' * 20_000 + "c = 1",
+        '"a\\"b" . ' * 20_000 + "c = 1", "x = {" + "'a b' . " * 20_000 + "c = 1}",
+    ],
+    ids=["key", "table", "quoted", "escaped", "inline"],
+)  # fmt: skip
+def test_keys_of_many_parts_are_refused_before_they_are_parsed(text: str) -> None:
+    """Python's parser would take memory and time for the square of their number."""
+    with pytest.raises(TDPFedError, match="a key of more than 100 parts"):
+        parse_toml(text)
+
+
+def test_keys_of_fewer_parts_and_numbers_with_dots_are_parsed() -> None:
+    assert parse_toml("a." * 99 + 'b = "' + "c." * 90 + '"')["a"]
+    assert parse_toml(f"a = {[0.5] * 1000}") == {"a": [0.5] * 1000}

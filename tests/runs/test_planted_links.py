@@ -15,6 +15,7 @@ from tdpfed.report import read_run
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.folder import RunFolder
 from tdpfed.runs.grid import Cell, begin_seeds, run_cells
+from tdpfed.runs.progress import no_progress
 from tdpfed.runs.session import Session
 
 pytestmark = pytest.mark.hostile
@@ -155,3 +156,15 @@ def test_a_link_for_the_output_folder_itself_is_the_users_own_and_used(tmp_path:
     run(tmp_path / "runs" / "run")
     assert read_run(tmp_path / "large disk" / "run").notes == []
     assert small.lines(tmp_path / "large disk" / "run" / "metrics.jsonl")
+
+
+def test_a_linked_file_of_records_is_refused_and_the_summary_stays(tmp_path: Path) -> None:
+    settings = ["run.rounds=2", "data.clients=4", "data.max_samples=40", "model.name=logistic", "algorithm.tau=1"]
+    path = tmp_path / "run"
+    Session.begin(load_config("digits", [*settings, "algorithm.name=fedavg"]), path, None).run(no_progress)
+    (path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+    (path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    before = (path / "summary.json").read_bytes(), (tmp_path / "elsewhere").read_bytes()
+    with pytest.raises(TDPFedError, match=r"--resume: '.*metrics\.jsonl' is a symbolic link"):
+        Session.resume(path, None, overrides=["run.rounds=3"])
+    assert ((path / "summary.json").read_bytes(), (tmp_path / "elsewhere").read_bytes()) == before

@@ -22,7 +22,7 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="[PRESET or FILE.toml]",
-        help="digits (default), mnist, mnist-paper, cifar10-paper, qmnist-writers, or your own TOML file.",
+        help="digits (default), mnist, robust-recommended or another that tdpfed preset lists, or your own TOML file.",
     ),
 ]
 Set = Annotated[

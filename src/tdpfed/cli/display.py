@@ -139,8 +139,10 @@ def plan_table(plan: FactorPlan, title: str) -> Table:
 def summary_table(summary: Mapping[str, Any], folder: str) -> Table:
     """Return the summary of a run as a table."""
     counted = "" if summary.get("metrics") else "accuracy: correct predictions. "
+    hostile = summary.get("hostile_clients")
+    who = f"the honest clients; hostile are numbers {', '.join(map(str, hostile))}" if hostile else "all clients"
     caption = (
-        f"{counted}On the held-out samples of all clients. personalized: each client's own model after its latest "
+        f"{counted}On the held-out samples of {who}. personalized: each client's own model after its latest "
         "training, or the initial model if it was never chosen; local: the models that clients report to the server; "
         "global: the server's model"
     )

@@ -157,8 +157,15 @@ def value_of(text: str) -> Any:
         return text.strip()
 
 
+MOST_PARTS = 100
+_PART = r"""(?:"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|[\w-]++)"""
+_LONG_KEY = re.compile(rf"(?:{_PART}[ \t]*+\.[ \t]*+){{{MOST_PARTS}}}")
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; whatever is wrong with it, also depth and length of numbers, is a :class:`TDPFedError`."""
+    if _LONG_KEY.search(text):
+        raise TDPFedError(f"a key of more than {MOST_PARTS} parts")  # tomllib would take memory for its square
     try:
         return tomllib.loads(text)
     except RecursionError:

@@ -8,7 +8,6 @@ import json
 import shlex
 import signal
 import threading
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ import numpy as np
 
 from tdpfed.algorithms import DEFAULT
 from tdpfed.config import Config, flat, toml_value
-from tdpfed.config.loading import checked_config, raw_config, value_of
+from tdpfed.config.loading import CONFIG_BYTES, checked_config, parse_toml, raw_config, value_of
 from tdpfed.errors import TDPFedError, raise_all
-from tdpfed.files import write_errors
+from tdpfed.files import read_file, write_errors
 from tdpfed.flower.app import init_app
 from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.guard import private_folder
@@ -213,7 +212,7 @@ def _read_app(app: Path) -> tuple[dict[str, Any], tuple[Config, Flower]]:
     """Return the configuration in an app's pyproject.toml, as written there and as checked settings."""
     file = app / "pyproject.toml"
     try:
-        project = tomllib.loads(file.read_text(encoding="utf-8"))
+        project = parse_toml(read_file(file, most=CONFIG_BYTES).decode())
         known = flat(project["tool"]["flwr"]["app"]["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TDPFedError(

@@ -88,7 +88,7 @@ def client_id(node_config: Mapping[str, Any], nodes: int) -> int:
     if type(given) is not int or not 0 <= given < nodes:
         raise TDPFedError(
             f"partition-id: {given!r} in the node's configuration, must be a whole number from 0 to {nodes - 1}, "
-            "different for each node (flower-supernode --node-config 'partition-id=0')"
+            "different for each node (tdpfed flower supernode --node-config 'partition-id=0')"
         )
     return given
 

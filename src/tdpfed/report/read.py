@@ -199,6 +199,9 @@ def _config(toml: str, notes: list[str]) -> dict[str, Any]:
         if not _is_short(found):
             raise TDPFedError("a number of too many digits")
         return found
+    except RecursionError:
+        notes.append(f"{CONFIG} is nested too deeply; its values are ignored")
+        return {}
     except TDPFedError as error:
         notes.append(f"{CONFIG} is not valid TOML ({error}); its values are ignored")
         return {}

@@ -196,7 +196,11 @@ class RunFolder:
         self.write(SUMMARY, sealed(json.dumps({**summary, FILES: files}, indent=2)))
 
     def reopen(self) -> None:
-        """Remove the summary: it does not describe a run that continues."""
+        """Remove the summary: it does not describe a run that continues. Files that are links are refused before."""
+        for name in (METRICS, REFUSALS):
+            if (self.path / name).is_symlink():
+                file = str(self.path / name)
+                raise TDPFedError(f"{file!r} is a symbolic link, must be a regular file", field="--resume")
         with write_errors("--out", self.path):
             (self.path / SUMMARY).unlink(missing_ok=True)
 
