@@ -88,7 +88,7 @@ def test_it_tunes_runs_factors_the_best_and_writes_what_the_runs_say(tmp_path: P
         sent = sum(numbers(run, "uplink_bytes")[-1] for run in runs) / 2
         assert row["megabytes_up"] == pytest.approx(sent / 2 / 5 / 1e6)
         assert row["seeds"] == 2
-        assert not any((run / "checkpoints").exists() for run in runs)
+        assert all((run / "checkpoints").exists() for run in runs)  # more rounds may follow
         if factored:
             assert row["times_fewer"] > 10
             names = runs[0].name, runs[0].name.replace("-factors", "")

@@ -133,7 +133,7 @@ def finished(folder: Path, accuracy: float | None, status: str = "finished") -> 
         "".join(json.dumps({"round": n, "validation_accuracy": a, "personalized_accuracy": 1 - (a or 0)}) + "\n"
                 for n, a in ((1, 0.99), (2, accuracy)))
     )  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    (folder / "summary.json").write_text(json.dumps({"status": status, "rounds": 2}))
 
 
 def made(folder: Path, scores: list[list[float | None]]) -> Search:

@@ -58,7 +58,7 @@ def test_a_run_prints_lines_only_where_no_bar_is_shown(
     terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=terminal, width=160))
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=screen, force_terminal=terminal, width=160))
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(progress, "MOST_SECONDS", 0.0)
     result = simulate(small.mlp(), small.federation(), FedAvg(tau=1), 3, progress=True)

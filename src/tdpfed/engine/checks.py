@@ -206,7 +206,7 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     if not torch.is_tensor(outputs):
         raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
     objective.task.check_outputs(outputs, y, data.classes)
-    objective = replace(objective, attends=seen.attends)
+    objective = replace(objective, attends=objective.attends or seen.attends)
     training = objective.keyed(lambda _: (x, y), Turn(0, 1, torch.zeros((), dtype=torch.int64, device=x.device)))
     batch = training(0)
     _check_draws(objective, theta, batch)
