@@ -38,6 +38,7 @@ class Objective:
     drops: bool = False  # whether layers drop in training
     attends: bool = False  # whether the model calls PyTorch's attention, whose kernels take one client at a time
     alone: bool = False  # whether the model cannot be computed for several clients at once
+    mutates: bool = True  # whether the model may change its inputs in place, as far as is known
 
     @classmethod
     def of(

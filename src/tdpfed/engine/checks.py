@@ -198,6 +198,7 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     after another.
     """
     theta, (x, y) = objective.initial(), (data.x[:2].clone(), data.y[:2])
+    untouched = x._version
     try:
         with Drops(None) as seen:
             outputs = objective.outputs(theta, x)
@@ -206,7 +207,8 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     if not torch.is_tensor(outputs):
         raise TDPFedError(f"model: returns a {type(outputs).__name__}, must return a tensor of outputs")
     objective.task.check_outputs(outputs, y, data.classes)
-    objective = replace(objective, attends=objective.attends or seen.attends)
+    attends, mutates = objective.attends or seen.attends, x._version != untouched
+    objective = replace(objective, attends=attends, mutates=mutates)
     training = objective.keyed(lambda _: (x, y), Turn(0, 1, torch.zeros((), dtype=torch.int64, device=x.device)))
     batch = training(0)
     _check_draws(objective, theta, batch)

@@ -237,7 +237,7 @@ def _score_together(
             index = start[filled, None] + torch.minimum(place, size[filled, None] - 1)
             whole = len(rows) == len(clients) >= MIN_CLIENTS
             own = theta.expand(len(filled), -1) if theta.ndim == 1 else theta if whole else theta[filled]
-            outputs = compute(own, _taken(federation.x, index))[: len(rows)]
+            outputs = compute(own, _taken(federation.x, index, copy=objective.mutates))[: len(rows)]
             tally.add(rows, done, outputs, _taken(federation.y, index[: len(rows)]))
     return tally.score
 
@@ -252,7 +252,7 @@ def _score_alone(
         for row in rows:
             for done in range(0, counts[row], at_once):
                 some = slice(starts[row] + done, starts[row] + min(done + at_once, counts[row]))
-                inputs = federation.x[some].clone()  # a model may change its inputs in place
+                inputs = federation.x[some].clone() if objective.mutates else federation.x[some]
                 outputs = compute(theta if theta.ndim == 1 else theta[row], inputs)
                 pieces.append(_Piece(row, done, outputs, federation.y[some]))
                 samples += len(outputs)
@@ -267,10 +267,11 @@ def _targets_each(federation: Federation) -> int:
     return max(1, federation.y[:1].numel())
 
 
-def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """Return ``values[index]``; on a CPU a plain copy if these are consecutive rows."""
+def _taken(values: Tensor, index: Tensor, *, copy: bool = False) -> Tensor:
+    """Return ``values[index]``; on a CPU without a copy if these are consecutive rows, unless one is asked for."""
     if index.device.type == "cpu" and index.numel():
         first = int(index[0, 0])
         if torch.equal(index.flatten(), torch.arange(first, first + index.numel())):
-            return values[first : first + index.numel()].clone().reshape(*index.shape, *values.shape[1:])
+            rows = values[first : first + index.numel()]
+            return (rows.clone() if copy else rows).reshape(*index.shape, *values.shape[1:])
     return values[index]
