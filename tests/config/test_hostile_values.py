@@ -240,6 +240,13 @@ def test_keys_of_many_parts_are_refused_before_they_are_parsed(text: str) -> Non
         parse_toml(text)
 
 
+@pytest.mark.parametrize("text", ["x" * 500_000, '"\\' * 300_000, '\\"' * 300_000, 'v = "' + "a" * 500_000])
+def test_the_parts_of_keys_are_counted_in_one_pass(text: str) -> None:
+    """With a pass from every character these texts would take an hour."""
+    with pytest.raises(TDPFedError):
+        parse_toml(text + "." * 200)
+
+
 def test_keys_of_fewer_parts_and_numbers_with_dots_are_parsed() -> None:
     assert parse_toml("a." * 99 + 'b = "' + "c." * 90 + '"')["a"]
     assert parse_toml(f"a = {[0.5] * 1000}") == {"a": [0.5] * 1000}
