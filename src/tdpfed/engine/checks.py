@@ -197,7 +197,9 @@ def checked_model(objective: Objective, data: Federation) -> tuple[Objective, li
     Return the objective and notes: a model that cannot be computed for several clients at once is computed for one
     after another.
     """
-    theta, (x, y) = objective.initial(), (data.x[:2].clone(), data.y[:2])
+    theta, y = objective.initial(), data.y[:2]
+    with torch.inference_mode(False):  # a tensor that was made in inference mode has no version
+        x = data.x[:2].clone()
     untouched = x._version
     try:
         with Drops(None) as seen:
