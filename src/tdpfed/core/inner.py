@@ -1,8 +1,10 @@
-"""A client's inner problem, ``f + lam/2 ||theta - anchor||^2`` on one minibatch (eq. 14), solved with options.
+"""A client's inner problem, ``f + lam/2 ||theta - anchor||^2`` on one minibatch (eq. 14).
 
-These are the variants of :meth:`tdpfed.core.local.LocalWork.proximal`: steps that begin with a velocity, and steps that
-end at an accuracy (eq. 15). Both take clients with or without a leading axis, and change none of their arguments.
+A number of steps (:func:`taken`), from rest or from a velocity, or steps until an accuracy (eq. 15). Both take clients
+with or without a leading axis, and change none of their arguments.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,42 +22,46 @@ def implicit_rate(lr: float, lam: float) -> float:
     return lr / (1 + lr * lam)
 
 
-def with_velocity(
-    gradient: Gradient,
-    theta: Tensor,
-    batch: Batch,
-    anchor: Tensor,
-    lam: float,
-    lr: float,
-    momentum: float,
-    steps: int,
-    velocity: Tensor,
+class Inner(NamedTuple):
+    """An inner problem and how its steps are taken: the anchor and lambda, the rate and the momentum."""
+
+    anchor: Tensor
+    lam: float
+    lr: float
+    momentum: float
+
+
+def taken(
+    gradient: Gradient, theta: Tensor, batch: Batch, inner: Inner, steps: int, velocity: Tensor | None = None
 ) -> Near:
-    """Take Nesterov steps from a velocity ``(..., P)``; return the last one with the result."""
-    velocity = velocity.clone()
+    """Take Nesterov steps, plain gradient steps at momentum 0; given a velocity ``(..., P)``, return the last one."""
+    anchor, lam, lr, momentum = inner
+    speed = None if velocity is None else velocity.clone()
     for _ in range(steps):
         g, loss = gradient(theta, batch)
-        theta, velocity = optim.nesterov(theta, g + lam * (theta - anchor), velocity, lr, momentum)
-    return Near(theta, loss, velocity=velocity)
+        g = g + lam * (theta - anchor)
+        if momentum == 0 and velocity is None:
+            theta = theta - lr * g
+        else:
+            theta, speed = optim.nesterov(theta, g, speed, lr, momentum)
+    return Near(theta, loss, velocity=None if velocity is None else speed)
 
 
 def until_accurate(
     gradient: Gradient,
     theta: Tensor,
     batch: Batch,
-    anchor: Tensor,
-    lam: float,
-    lr: float,
-    momentum: float,
+    inner: Inner,
     most: int,
     nu: float,
-    velocity: Tensor | None,
+    velocity: Tensor | None = None,
 ) -> Near:
     """Take Nesterov steps while the squared norm of the inner problem's gradient is above ``nu``, ``most`` at most.
 
     Each client stops by itself: it keeps parameters, velocity, and the loss at the point where it stopped. On a GPU
     nothing waits for the values, so the others' steps are computed for it and not used.
     """
+    anchor, lam, lr, momentum = inner
     going, kept = torch.ones(theta.shape[:-1], dtype=torch.bool, device=theta.device), velocity is not None
     speed = torch.zeros_like(theta) if velocity is None else velocity
     loss = theta.new_zeros(theta.shape[:-1])

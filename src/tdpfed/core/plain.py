@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core import optim
-from tdpfed.core.inner import until_accurate, with_velocity
+from tdpfed.core.inner import Inner, taken, until_accurate
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     KEPT,
@@ -102,17 +102,10 @@ class PlainLocal(LocalWork):
     ) -> Near:
         """Take Nesterov steps, plain gradient steps at momentum 0."""
         check_steps(steps)
+        inner = Inner(anchor, lam, lr, momentum)
         if nu is not None:
-            return until_accurate(self.gradient, theta, batch, anchor, lam, lr, momentum, steps, nu, velocity)
-        if velocity is not None:
-            return with_velocity(self.gradient, theta, batch, anchor, lam, lr, momentum, steps, velocity)
-        for _ in range(steps):
-            g, loss = self.gradient(theta, batch)
-            g = g + lam * (theta - anchor)
-            theta, velocity = (
-                (theta - lr * g, None) if momentum == 0 else optim.nesterov(theta, g, velocity, lr, momentum)
-            )
-        return Near(theta, loss)
+            return until_accurate(self.gradient, theta, batch, inner, steps, nu, velocity)
+        return taken(self.gradient, theta, batch, inner, steps, velocity)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return factors to optimize."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from tdpfed.core import optim
-from tdpfed.core.inner import with_velocity
+from tdpfed.core.inner import Inner, taken
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import Batch, Near, inside
 from tdpfed.core.objective import Objective
@@ -157,7 +157,7 @@ class RecordedGradient:
         if known is not None:
             return known.steps_with_momentum(theta, *batch, anchor, lam, lr, momentum, steps, velocity)
         if velocity is not None:
-            return with_velocity(self, theta, batch, anchor, lam, lr, momentum, steps, velocity)
+            return taken(self, theta, batch, Inner(anchor, lam, lr, momentum), steps, velocity)
         for _ in range(steps):
             g, loss = self(theta, batch)
             diff = theta - anchor

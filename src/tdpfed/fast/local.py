@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tdpfed.core.inner import until_accurate
+from tdpfed.core.inner import Inner, until_accurate
 from tdpfed.core.layout import Ranges
 from tdpfed.core.local import (
     NO_EXTRAS,
@@ -108,7 +108,8 @@ class FastLocal(LocalWork):
         plain = steps > 1 and momentum == 0 and nu is None and velocity is None
         self._used.add("plain steps" if plain else "proximal")
         if nu is not None:
-            return until_accurate(self._gradient, theta, batch, anchor, lam, lr, momentum, steps, nu, velocity)
+            inner = Inner(anchor, lam, lr, momentum)
+            return until_accurate(self._gradient, theta, batch, inner, steps, nu, velocity)
         return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps, velocity)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
