@@ -233,7 +233,7 @@ def test_a_run_from_python_goes_on_from_the_command_line(tmp_path: Path, until: 
     simulate("logistic", data, algorithm, 3, out=tmp_path / "run")
     session = Session.resume(tmp_path / "run", None, overrides=["run.rounds=5"])
     try:
-        assert session.simulation.algorithm == Best.of(FedAvg(tau=2), choose_rounds=2 if until else 3).bind(
+        assert session.simulation.algorithm == Best.of(FedAvg(tau=2), choose_rounds=2 if until else 1).bind(
             session.simulation.objective.layout, 4, session.simulation.algorithm.most_samples
         )
     finally:

@@ -144,6 +144,11 @@ class Algorithm(ABC):
         """Return this method for models of ``layout`` in a federation of ``population`` clients."""
         return replace(self, bound_layout=layout, population=population, most_samples=most_samples)
 
+    def over(self, rounds: int) -> Self:
+        """Return this method for a run of so many rounds."""
+        del rounds
+        return self
+
     def of_size(self, samples: int) -> Self:
         """Return this method for a client that trains on so many samples: ``epochs`` become its own ``tau``.
 

@@ -82,6 +82,10 @@ class Best(Algorithm):
         inner = self.method.bind(layout, population, most_samples)
         return replace(super().bind(layout, population, most_samples), inner=inner)
 
+    def over(self, rounds: int) -> Self:
+        """Return it with a choice in the first half of the rounds, unless their number is given."""
+        return self if self.choose_rounds is not None else replace(self, choose_rounds=max(1, rounds // 2))
+
     def of_size(self, samples: int) -> Self:
         """Return it for a client of so many samples, and the method inside too."""
         return replace(super().of_size(samples), inner=self.method.of_size(samples))

@@ -32,10 +32,9 @@ def settings_by_key(config: Config) -> dict[str, Any]:
 
 def follows_rounds(config: Config) -> bool:
     """Return whether what a round computes depends on the number of rounds: its rate, or what it trains on."""
-    rounds, best = config.run.rounds, not config.data.validation
-    return config.optimizer.over(rounds) != config.optimizer or (
-        best and config.evaluation.over(rounds) != config.evaluation
-    )
+    chosen = config.evaluation
+    halved = chosen.personalize == "best" and chosen.choose_rounds is None and not config.data.validation
+    return halved or config.optimizer.over(config.run.rounds) != config.optimizer
 
 
 def check_same_run(saved: object, config: Config, where: str) -> None:

@@ -5,9 +5,9 @@ averaging and privacy in ``server``, a method's hyper-parameters in its class. T
 run and combines the others.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
@@ -198,11 +198,6 @@ class Evaluation(Section):
     margin: float = same(Best, "margin")
     choice_batches: int = same(Best, "choice_batches")
 
-    def over(self, rounds: int) -> Self:
-        """Return the same settings for a run of so many rounds."""
-        open_ = self.personalize == "best" and self.choose_rounds is None
-        return replace(self, choose_rounds=max(1, rounds // 2)) if open_ else self
-
 
 ALGORITHM = "algorithm"
 """The section of the method: its name, and the hyper-parameters that its class declares."""
@@ -250,13 +245,13 @@ class Config:
 
     def make_algorithm(self) -> Algorithm:
         """Return the chosen algorithm with its hyper-parameters, and the choice of models around it if there is one."""
-        settings = plain(self.evaluation if self.data.validation else self.evaluation.over(self.run.rounds))
+        settings = plain(self.evaluation)
         del settings["received"]
         if settings.pop("personalize") == "own":
             return self.method
         if self.data.validation:  # held out to the end, so that records can tell the accuracy on it
-            settings["validation"] = self.data.validation
-        return Best.of(self.method, **settings)
+            return Best.of(self.method, **settings | {"validation": self.data.validation})
+        return Best.of(self.method, **settings).over(self.run.rounds)
 
     def device(self) -> torch.device:
         """Return the device to compute on."""

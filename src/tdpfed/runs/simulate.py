@@ -13,6 +13,7 @@ from tdpfed.core.metrics import Function, Metric
 from tdpfed.core.recipe import USUAL, Optimizer
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
+from tdpfed.engine.checks import check_kinds
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.precision import Precision
 from tdpfed.engine.runners import RunnerName
@@ -107,8 +108,10 @@ def simulate(
     for name, value in (("resume", resume), ("loggers", loggers)):
         if value and out is None:
             raise wrong(name, value, "given together with out, the folder of the run")
+    check_kinds(model, federation, algorithm, participation, loss)
+    method = algorithm if federation.validation else algorithm.over(rounds)
     simulation = Simulation(
-        model, federation, algorithm, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
+        model, federation, method, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,
         metrics=metrics, train_loss=train_loss, received=received,
         diagnostics=diagnostics, wire=wire, rule=rule, server_step=server_step, attack=attack, privacy=privacy,
         precision=precision, evaluate_clients=evaluate_clients, state=state,
