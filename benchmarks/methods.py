@@ -13,7 +13,7 @@ from common import ROOT, provenance, write
 
 from tdpfed.algorithms import ALGORITHMS
 from tdpfed.config.loading import load_config
-from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.prepare import prepare, threads
 from tdpfed.runs.summary import facts_of, summarize
 
 COLUMNS = {

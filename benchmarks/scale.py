@@ -26,7 +26,7 @@ from torch import nn
 
 from tdpfed.algorithms import Algorithm, FedAvg, PFedMe, TDPFed
 from tdpfed.data import Federation
-from tdpfed.engine.ranks import joined
+from tdpfed.engine.processes import joined
 from tdpfed.engine.simulation import Simulation
 from tdpfed.models import build
 from tdpfed.runs.checkpoints import Checkpoints

@@ -21,7 +21,7 @@ from pack import write as write_packed
 
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.prepare import prepare, threads
 from tdpfed.runs.summary import facts_of, summarize
 from tdpfed.server.records import Record
 

@@ -35,9 +35,9 @@ from settings import origin, shown
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.report.group import Group
 from tdpfed.report.read import Run, read_run
-from tdpfed.report.tune import Search, as_csv, as_toml, searches
 from tdpfed.runs.folder import CONFIG, FEDERATION, RunFolder
 from tdpfed.runs.grid import Cell, CellResult, run_cells
+from tdpfed.studies.tune import Search, as_csv, as_toml, searches
 
 OWN, BEST = "own", "best"
 SMALL, LARGE = 0.01, 0.003

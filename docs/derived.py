@@ -128,9 +128,9 @@ def fewer_bytes(sources: Sources, data: str, without: str = "") -> tuple[float, 
     return min(shares), max(shares)
 
 
-def smaller(sources: Sources, setting: str, method: str, than: str) -> float:
-    """Return how many times fewer bytes a method uploads than another, in the study of settings."""
-    ours, theirs = (sources.tree("settings")[setting][one]["uplink_bytes"]["mean"] for one in (method, than))
+def smaller(sources: Sources, setting: str, method: str, than: str, study: str = "settings") -> float:
+    """Return how many times fewer bytes a method uploads than another, in a study of settings."""
+    ours, theirs = (sources.tree(study)[setting][one]["uplink_bytes"]["mean"] for one in (method, than))
     return float(theirs / ours)
 
 
@@ -144,19 +144,27 @@ def cost_of_x4(sources: Sources, data: str, codec: str = "") -> float:
     return float(max(two - four for two, four in means))
 
 
+def traffic(sources: Sources, setting: str, method: str) -> float:
+    """Return how many times fewer bytes than dense FedAvg's a method sends in both directions."""
+    found = sources.tree("updates")[setting]
+    dense, ours = (sum(found[one][f"{way}link_bytes"]["mean"] for way in ("up", "down")) for one in ("FedAvg", method))
+    return float(dense / ours)
+
+
 TERMS = ("8 terms", "4 terms", "2 terms", "1 term")
 """Forms of FedAvg's uploads in the tables of factored updates."""
 
 
 def updates_glance(sources: Sources, *only: str) -> str:
     """Return the table of factored updates: accuracy in each setting, and how many times fewer bytes are uploaded."""
-    lines = [f"| | training alone | dense | {' | '.join(TERMS)} |", "| --- |" + " ---: |" * (2 + len(TERMS))]
+    forms = {"dense, 4 bits": "FedAvg, int4"} | {terms: f"FedAvg, {terms}" for terms in TERMS}
+    lines = [f"| setting | training alone | dense | {' | '.join(forms)} |", "| --- |" + " ---: |" * (2 + len(forms))]
     for setting, methods in sources.tree("updates").items():
         if only and not any(word in setting for word in only):
             continue
         cells = [f"{methods[name]['personalized_accuracy']['mean']:.1f}" for name in ("local", "FedAvg")]
-        for terms in TERMS:
-            line = methods.get(f"FedAvg, {terms}")
+        for form in forms.values():
+            line = methods.get(form)
             cells.append(
                 "-" if line is None else f"{line['personalized_accuracy']['mean']:.1f} ({line['times_up']:.0f}x)"
             )
@@ -243,5 +251,5 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "clients": clients, "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
     "gpu-rounds": gpu_rounds, "trials": trials, "fewer-bytes": fewer_bytes, "cost-of-x4": cost_of_x4,
     "smaller": smaller, "demo-upload": demo_upload,
-    "updates-glance": updates_glance, "updates-sizes": updates_sizes,
+    "traffic": traffic, "updates-glance": updates_glance, "updates-sizes": updates_sizes,
 }  # fmt: skip

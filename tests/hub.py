@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 
 T = TypeVar("T")
 

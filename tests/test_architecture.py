@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tdpfed"
 
 ORDER = (
     "errors", "files", "core", "cp", "algorithms", "wire", "server", "models", "data", "fast", "engine", "config",
-    "runs", "report", "paper", "flower", "cli",
+    "runs", "report", "studies", "paper", "flower", "cli",
 )  # fmt: skip
 """From what everything stands on to what stands on everything."""
 

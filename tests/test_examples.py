@@ -15,7 +15,7 @@ from tdpfed.cli import app
 FOLDER = Path(__file__).parents[1] / "examples"
 TRIED = {"own_model_own_data", "tensorize_a_trained_network", "compare_methods", "results_into_pandas", "own_method"}
 TRIED |= {"predict_numbers", "several_labels"}
-TRIED |= {"own_federation"}  # in tests/flower/test_flower_federation.py, as it starts processes
+TRIED |= {"own_federation"}  # in tests/flower/test_flower_services.py, as it starts processes
 
 
 def run(name: str, *arguments: str) -> str:

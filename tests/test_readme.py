@@ -18,7 +18,7 @@ from tdpfed.cli import app
 from tdpfed.config.loading import load_config
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs import experiment, progress
+from tdpfed.runs import prepare, progress
 from tdpfed.server.records import Record
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_absurd_sizes_are_refused_in_words(overrides: list[str], words: str, tmp
 def test_threads_follow_the_size_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(small.mlp(), small.federation(), TDPFed(tau=1))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    assert experiment.threads(load_config("digits"), simulation) == 1
-    assert experiment.threads(load_config("digits", ["run.threads=3"]), simulation) == 3
+    assert prepare.threads(load_config("digits"), simulation) == 1
+    assert prepare.threads(load_config("digits", ["run.threads=3"]), simulation) == 3
     monkeypatch.setattr("tdpfed.core.threads.ONE_THREAD_PARAMETERS", 0)
-    assert experiment.threads(load_config("digits"), simulation) == 7
+    assert prepare.threads(load_config("digits"), simulation) == 7

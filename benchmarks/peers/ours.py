@@ -16,7 +16,7 @@ import torch
 
 import tdpfed
 from tdpfed.config.loading import load_config
-from tdpfed.runs.experiment import prepare, threads
+from tdpfed.runs.prepare import prepare, threads
 
 WARM_UP = 2
 CONV_STEPS = 5

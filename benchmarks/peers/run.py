@@ -29,7 +29,7 @@ from common import ROOT, alternate, provenance, write
 from floor import operations
 
 from tdpfed.config.loading import load_config
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 
 TORCH = f"torch=={torch.__version__}"
 PEERS: dict[str, list[str]] = {

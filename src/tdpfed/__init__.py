@@ -1,5 +1,10 @@
 """Communication-efficient personalized federated learning: every client keeps its own model and uploads CP factors.
 
+The packages, each of which imports only those before it: ``core`` (flat parameters, draws, local work), ``cp``
+(factors), ``algorithms`` (the methods), ``wire`` (messages), ``server`` (the server's half of a round), ``models``,
+``data``, ``fast`` (speed; only the engine imports it), ``engine`` (simulation), ``config``, ``runs`` (run folders),
+``report``, ``studies`` (many runs for one question), ``paper``, ``flower`` (deployment), ``cli``.
+
 Names are imported from their modules on first use, so that code that does not need PyTorch does not wait for it.
 """
 

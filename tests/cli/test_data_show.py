@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tdpfed import cli
 from tdpfed.config import load_config
-from tdpfed.runs.experiment import federation_of
+from tdpfed.runs.prepare import federation_of
 
 WORDS = "\033[1m[b]ward[/b] one"
 

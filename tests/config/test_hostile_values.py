@@ -18,7 +18,7 @@ from tdpfed.config.loading import parse_toml
 from tdpfed.config.sections import SECTIONS
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 
 pytestmark = pytest.mark.hostile
 

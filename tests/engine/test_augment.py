@@ -13,7 +13,7 @@ from tdpfed.config.loading import load_config
 from tdpfed.data.federation import AUGMENT
 from tdpfed.engine.augment import MAX_SHIFT_PIXELS, augmented
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 
 CLIENTS, BATCH, SHAPE = 3, 50, (2, 5, 7)
 

@@ -16,7 +16,7 @@ from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 from tdpfed.runs.progress import progress
 from tdpfed.runs.session import Session
 from tdpfed.server.participation import Participation

@@ -16,7 +16,7 @@ import small
 from tdpfed import Participation
 from tdpfed.config.loading import load_config
 from tdpfed.engine import store as module
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store, existing, free_memory
 from tdpfed.errors import TDPFedError

@@ -17,7 +17,7 @@ from tdpfed.engine.attacks import Attack, attack, attackers
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.uplink import Uplink
 from tdpfed.errors import TDPFedError
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 from tdpfed.server.robust import Rule
 from tdpfed.wire import PLAIN, Codec, Rejected, Wire, lossy
 from tdpfed.wire.channel import error_of

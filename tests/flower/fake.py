@@ -24,7 +24,7 @@ from tdpfed.flower.private import PrivateStore
 from tdpfed.flower.server_app import run_server
 from tdpfed.flower.settings import Flower, as_run_config
 from tdpfed.models import build
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 
 NODES = 3
 QUICK = ("algorithm.name=fedavg", "algorithms.fedavg.tau=2")

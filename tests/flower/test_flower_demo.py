@@ -19,7 +19,7 @@ from tdpfed.cli import app
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import demo as demos
-from tdpfed.flower import federation as federations
+from tdpfed.flower import services
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, interruptible, node_settings, plan, run_demo
 from tdpfed.flower.exchange import ITS_OWN
@@ -242,14 +242,14 @@ def without_flower(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A federation whose processes are not started; what would have been done is noted."""
     done: list[str] = []
     for name in ("start_superlink", "register"):
-        monkeypatch.setattr(federations.LocalFederation, name, lambda self, name=name: done.append(name))
-    monkeypatch.setattr(federations.LocalFederation, "start_node", lambda self, k, given: done.append(f"node {k}"))
+        monkeypatch.setattr(services.LocalFederation, name, lambda self, name=name: done.append(name))
+    monkeypatch.setattr(services.LocalFederation, "start_node", lambda self, k, given: done.append(f"node {k}"))
 
     def submit(self: Any, path: Path, overrides: str = "") -> FakeProcess:
         done.append(overrides)
         return FakeProcess()
 
-    monkeypatch.setattr(federations.LocalFederation, "submit", submit)
+    monkeypatch.setattr(services.LocalFederation, "submit", submit)
     return done
 
 

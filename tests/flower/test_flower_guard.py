@@ -40,16 +40,16 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from flwr.supernode.main import create_app as supernode_app
 from flwr.supernode.nodestate import NodeStateFactory
-from test_flower_federation import PATIENCE, Trial, left_over
+from test_flower_services import PATIENCE, Trial, left_over
 from typer.testing import CliRunner
 
 from tdpfed.cli import app
 from tdpfed.errors import TDPFedError
 from tdpfed.flower import guard, superexec
-from tdpfed.flower.federation import QUIET
 from tdpfed.flower.guard import log_in, private_folder, superlink_command, supernode_command
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.processes import Processes
+from tdpfed.flower.services import QUIET
 from tdpfed.flower.superlink import OperatorKey
 
 pytestmark = pytest.mark.hostile

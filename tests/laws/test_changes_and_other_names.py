@@ -16,7 +16,7 @@ from tdpfed.config.loading import load_config
 from tdpfed.core.state import Turn, layouts_of, lengths_of
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.ensemble import Ensemble
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.progress import progress

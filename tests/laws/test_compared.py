@@ -27,7 +27,7 @@ from tdpfed.algorithms import (
 from tdpfed.core.state import Turn
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.ensemble import Ensemble
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints

@@ -15,9 +15,9 @@ from tdpfed.cli import app
 from tdpfed.cli.display import grid_progress
 from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.paper.experiment import cells_of, choose, find, overruled, write
 from tdpfed.paper.figures import _curve, quantity
 from tdpfed.paper.published import GLOBAL, LOCAL, PERSONAL, STUDIES, TITLES
+from tdpfed.paper.study import cells_of, choose, find, overruled, write
 from tdpfed.paper.tables import _late, make, to_page
 from tdpfed.report.group import Group
 from tdpfed.report.read import read_runs

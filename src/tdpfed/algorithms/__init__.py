@@ -1,9 +1,13 @@
-"""The algorithms, one file each; :func:`find` returns them by name, and custom ones by ``module:Class``."""
+"""The methods, one file each; :func:`find` returns them by name, and custom ones by ``module:Class``.
+
+Four files are no methods: ``base`` is the interface, ``split_model`` what methods with personal layers share, ``best``
+wraps any method (a client may keep a model of its own), ``custom`` loads a user's class.
+"""
 
 from tdpfed.algorithms.apfl import APFL
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
 from tdpfed.algorithms.best import Best
-from tdpfed.algorithms.by_name import load
+from tdpfed.algorithms.custom import load
 from tdpfed.algorithms.dapper import Dapper
 from tdpfed.algorithms.ditto import Ditto
 from tdpfed.algorithms.fedala import FedALA

@@ -1,9 +1,10 @@
-"""The interface of a federated method: hyper-parameters, messages, and eight pure functions of explicit state.
+"""The interface of a federated method: hyper-parameters, messages, and pure functions of explicit state.
 
 State is kept in three places: ``server``, ``private`` (kept by a client and never sent) and the messages between them,
-each a dict of tensors. A function is written for one client, with tensors ``(P,)``; with a leading client axis,
-``(K, P)``, the same code computes K clients at once. No function changes its arguments. Local work is done through
-:class:`~tdpfed.core.local.LocalWork`, the server's averages through :class:`Average`.
+each a dict of tensors. ``init`` and ``init_private`` give the states before round 1; a round calls ``broadcast``, each
+client's ``update`` and the server's ``aggregate``. A function is written for one client, with tensors ``(P,)``; with a
+leading client axis, ``(K, P)``, the same code computes K clients at once. No function changes its arguments. Local work
+is done through :class:`~tdpfed.core.local.LocalWork`, the server's averages through :class:`Average`.
 """
 
 import math
@@ -49,7 +50,8 @@ def hyper(
     """Declare a hyper-parameter: its default (without one it must be given), its meaning, and its range.
 
     ``rate`` marks a learning rate, to be lowered when a run diverges. ``search`` is the range in which tuning searches
-    the value, from least to most; a rate without one is searched from a fifth to five times its value, with False not.
+    the value, from least to most. Without one, learning rates are searched from a fifth to five times their value and
+    other keys are not; a rate with ``search=False`` is not searched either.
     """
     item = setting(default, doc, above=above, least=least, most=most, below=below)
     item.metadata = MappingProxyType({**item.metadata, "rate": rate, "search": search})
@@ -98,10 +100,10 @@ class Algorithm(ABC):
     reports_change: ClassVar[bool] = False
     """Whether records say by how much each client's accuracy is above that of the global model."""
     follows: ClassVar[Literal["any", "rate", "none"]] = "any"
-    """What of the optimizer a client's steps follow: all if ``local.descend`` takes them, the schedule if they use
-    ``local.rate``, or nothing."""
+    """Which settings of ``[optimizer]`` the method uses: ``any`` if its steps are taken by ``local.descend``, ``rate``
+    if only its learning rates follow the schedule (``local.rate``), ``none`` if it refuses all but the default."""
     has_envelope: ClassVar[bool] = False
-    """Whether the paper's convergence analysis applies; such a method defines ``local_rounds``."""
+    """Whether the paper's convergence analysis by Moreau envelopes applies; such a method has ``local_rounds``."""
 
     tau: int = hyper(20, "local rounds (minibatches) per communication round", least=1, most=10**6)
     epochs: float | None = hyper(
@@ -177,9 +179,9 @@ class Algorithm(ABC):
         return {"w": self.layout}
 
     def center(self, server: State) -> State:
-        """Return for each uploaded entry the contribution of a client that changed nothing to the average, ``(n,)``.
+        """Return what a client that changed nothing adds to the average of each uploaded entry, ``(n,)``.
 
-        By default the server's entry of the same name. An entry of another name is assumed to be a change: 0.
+        By default the server's entry of the same name, or 0 where it has none: such an entry is taken for a change.
         """
         like, down = next(iter(server.values()), torch.zeros(0)), self.down()
         for name in self.up():
@@ -237,7 +239,7 @@ class Algorithm(ABC):
 
     @property
     def held_out_until(self) -> int | None:
-        """The last round in which they are; in later rounds all samples are trained on. None: to the end."""
+        """The last round in which samples are held out; later ones train on all of them. None: held out to the end."""
         return None
 
     @property
@@ -291,7 +293,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients, hidden with privacy.
+        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients, which cannot be
+        read under differential privacy.
 
         The server may call it first without using the result, to see what would be averaged and check that.
         """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Average, Update, hyper
-from tdpfed.algorithms.split import SplitModel
+from tdpfed.algorithms.split_model import SplitModel
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import State, Turn
 

@@ -4,7 +4,7 @@ Body and head are trained together by SGD; the server averages the bodies.
 """
 
 from tdpfed.algorithms.base import Update
-from tdpfed.algorithms.split import SplitModel
+from tdpfed.algorithms.split_model import SplitModel
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import State
 

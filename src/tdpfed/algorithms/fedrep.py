@@ -5,7 +5,7 @@ head frozen. The server averages the bodies.
 """
 
 from tdpfed.algorithms.base import Update, hyper
-from tdpfed.algorithms.split import SplitModel
+from tdpfed.algorithms.split_model import SplitModel
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import State
 

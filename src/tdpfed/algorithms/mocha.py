@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
-from tdpfed.core.dual import as_flat, as_matrix, as_rows, hinge_steps
+from tdpfed.core.dual_ascent import as_flat, as_matrix, as_rows, hinge_steps
 from tdpfed.core.layout import Layout
 from tdpfed.core.local import LocalWork
 from tdpfed.core.state import Entries, State, Turn

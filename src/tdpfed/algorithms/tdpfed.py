@@ -3,6 +3,7 @@
 A client minimizes ``f_k(theta) + lam/2 ||theta - [[A]]||^2`` (eq. 2): in each local round ``s`` Nesterov steps on theta
 with one minibatch (eq. 14), then ``s_prime`` optimizer steps on the factors with theta fixed (eqs. 16 to 18). The
 server averages the factors (AFM, eq. 19) or the composed tensors (ACT, eqs. 20 and 21).
+The loop over rounds is in ``engine.simulation``. ``docs/paper.md`` says what the paper leaves open.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,8 +34,8 @@ class TDPFed(Algorithm):
     exclude: tuple[str, ...] = hyper((), "patterns of parameters to keep dense")
     aggregation: Literal["afm", "act"] = hyper("afm", "average the factor matrices, or the composed tensors")
     lam: float = hyper(12.0, "lambda: how strongly theta is held near the local model", least=0, search=(3.0, 30.0))
-    beta: float = hyper(1.0, "share of the clients' average in the new global model; 1 is plain averaging", above=0)
-    s: int = hyper(5, "steps on theta per local round; with nu the most", least=1, most=10**6)
+    beta: float = hyper(1.0, "step towards the clients' average: 1 is plain averaging, more goes beyond it", above=0)
+    s: int = hyper(5, "steps on theta per local round; the largest number if nu is given", least=1, most=10**6)
     nu: float | None = hyper(None, "accuracy: squared gradient norm at which the steps on theta end", above=0)
     s_prime: int = hyper(17, "s': steps on the factors per local round", least=1, most=10**6)
     tau: int = hyper(23, "local rounds (minibatches) per communication round", least=1, most=10**6)
@@ -43,7 +44,7 @@ class TDPFed(Algorithm):
     momentum: float = hyper(0.5, "Nesterov momentum of theta's steps", least=0, most=1)
     momentum_state: Literal["round", "local-round"] = hyper("local-round", "when the velocity of theta is reset")
     proximal: Literal["explicit", "implicit"] = hyper(
-        "explicit", "where a step on theta takes the proximal term: at its start, or at its end, which is more stable"
+        "explicit", "take lambda's part of a step on theta first, or last"
     )
     optimizer: Literal["adam", "gd", "adagrad", "rmsprop", "als"] = hyper(
         "adam", "optimizer of the factors; als is one damped least-squares sweep instead of the s' steps"
@@ -95,48 +96,48 @@ class TDPFed(Algorithm):
 
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Run ``tau`` local rounds (ClientUpdate in Algorithm 1)."""
-        for near, a in self.local_rounds(message, private, local):  # noqa: B007 - used after the loop
+        for near, factors in self.local_rounds(message, private, local):  # noqa: B007 - used after the loop
             pass
         seen = {"seen": torch.ones_like(private["seen"])} if self.keep_theta else {}
-        return {"theta": near.theta, **seen, **a.state}, {"factors": a.value}, {"loss": near.loss}
+        return {"theta": near.theta, **seen, **factors.state}, {"factors": factors.value}, {"loss": near.loss}
 
     def local_rounds(self, message: State, private: State, local: LocalWork) -> Iterator[tuple[Near, Factors]]:
-        """Yield theta and the factors after each local round."""
-        theta, a = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
+        """Yield theta and the factors after each local round; diagnostics look at every one, a client uses the last."""
+        theta, factors = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
         if self.keep_theta:
             theta = torch.where(private["seen"] > 0, private["theta"], theta)
         velocity = torch.zeros_like(theta) if self.momentum_state == "round" else None
         lr = implicit_rate(self.eta_p, self.lam) if self.proximal == "implicit" else self.eta_p
         for batch in local.batches():
-            near = local.proximal(  # eqs. 14 and 15
-                theta, batch, anchor=a.composed, lam=self.lam, lr=lr, momentum=self.momentum, steps=self.s, nu=self.nu,
-                velocity=velocity,
+            near = local.proximal(  # eq. 14; with nu until eq. 15 holds
+                theta, batch, anchor=factors.composed, lam=self.lam, lr=lr, momentum=self.momentum, steps=self.s,
+                nu=self.nu, velocity=velocity,
             )  # fmt: skip
-            theta, velocity, a = near.theta, near.velocity, a.towards(near, self.lam, self.s_prime)  # eqs. 16 to 18
-            yield near, a
+            factors = factors.towards(near, self.lam, self.s_prime)  # eqs. 16 to 18
+            theta, velocity = near.theta, near.velocity
+            yield near, factors
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Mix the clients' average into the global model with share ``beta``."""
+        """Move the global model towards the clients' average by ``beta``."""
         del uploads, turn
         a = server["factors"]
         if self.aggregation == "afm":  # eq. 19
             return {"factors": (1 - self.beta) * a + self.beta * average("factors")}
-        mean = average("factors", through=self.plan.compose)
-        theta = (1 - self.beta) * self.plan.compose(a) + self.beta * mean  # eqs. 20 and 21
-        return {"factors": self.plan.refine(a, theta, sweeps=self.act_sweeps), "theta": theta}
+        mean = average("factors", through=self.plan.compose)  # eq. 20
+        theta = (1 - self.beta) * self.plan.compose(a) + self.beta * mean
+        return {"factors": self.plan.refine(a, theta, sweeps=self.act_sweeps), "theta": theta}  # eq. 21
 
     def center(self, server: State) -> State:
         """Return the broadcast factors, or for ACT the tensors they compose."""
-        a = server["factors"]
-        return {"factors": a if self.aggregation == "afm" else self.plan.compose(a)}
+        return {"factors": server["factors"] if self.aggregation == "afm" else self.plan.compose(server["factors"])}
 
     @property
     def summable(self) -> bool:
-        """ACT composes each client's tensors before it averages them."""
+        """Whether a sum of uploads is enough: with AFM. ACT composes each upload before it averages them."""
         return self.aggregation == "afm"
 
     def compression_reached(self) -> tuple[float, float, str] | None:
-        """Ranks are integers and biases stay dense; None with explicit ranks or patterns."""
+        """Return the rate asked for, the one reached, and why they differ; None with explicit ranks or patterns."""
         return None if self.ranks or self.exclude else (self.compression, *self.plan.rate_reached())
 
     def local_model(self, private: State, upload: State) -> Tensor:

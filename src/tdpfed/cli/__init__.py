@@ -54,7 +54,7 @@ def _options(
     del version
     if "TORCHELASTIC_RUN_ID" not in os.environ or context.invoked_subcommand == "run":
         return
-    from tdpfed.engine.ranks import under_torchrun
+    from tdpfed.engine.processes import under_torchrun
 
     if under_torchrun():
         raise TDPFedError(f"torchrun: {context.invoked_subcommand!r} given, must be 'run' in several processes")

@@ -68,7 +68,7 @@ def data_show(source: Source = None, set_: Set = None, data_root: DataRoot = Non
     """Show the clients of a configuration: their ids, their samples, and how many each has of which class."""
     from tdpfed.config import load_config
     from tdpfed.runs.data_card import DataCard
-    from tdpfed.runs.experiment import federation_of
+    from tdpfed.runs.prepare import federation_of
 
     find_code_of(source or "digits", set_)
     card = DataCard.of(federation_of(load_config(source or "digits", set_), data_root))

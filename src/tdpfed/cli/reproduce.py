@@ -117,18 +117,18 @@ def _paper(
 ) -> tuple[list[Path], dict[str, str]]:
     """Run what the paper's tables and figures need; return the files written, and the errors of failed runs."""
     from tdpfed.files import lock_folder
-    from tdpfed.paper import experiment
+    from tdpfed.paper import study as studies
     from tdpfed.report.figures import check
     from tdpfed.runs.grid import check_cells, finished
 
-    study = experiment.find(name)
-    chosen = experiment.choose(study, table, figure)
-    tables, figures = experiment.choose(study, *experiment.with_earlier(folder, *chosen))
+    study = studies.find(name)
+    chosen = studies.choose(study, table, figure)
+    tables, figures = studies.choose(study, *studies.with_earlier(folder, *chosen))
     if figures:
         check("--figure")  # fail now, not after all the runs
     needed = study.needed(tables, figures)
-    cells = experiment.cells_of(study, needed, rounds, seeds, overrides, figures)
-    print_stderr(f"warning: {line}" for line in experiment.overruled(study, needed, rounds, overrides))
+    cells = studies.cells_of(study, needed, rounds, seeds, overrides, figures)
+    print_stderr(f"warning: {line}" for line in studies.overruled(study, needed, rounds, overrides))
     if no_run:
         cells = finished(cells, folder / "runs")
     elif not resume:
@@ -136,7 +136,7 @@ def _paper(
     check_cells(cells, folder / "runs")
     with lock_folder(folder, field="--out"):
         results = _run(cells, folder / "runs", data_root)
-        files = experiment.write(study, folder, results, tables, figures, overrides)
+        files = studies.write(study, folder, results, tables, figures, overrides)
     return files, _failed(results)
 
 

@@ -52,7 +52,7 @@ def run(
     """
     from tdpfed.cli.display import summary_table
     from tdpfed.config import load_config
-    from tdpfed.engine.ranks import joined
+    from tdpfed.engine.processes import joined
     from tdpfed.runs.folder import file_name
     from tdpfed.runs.grid import has_seeds
     from tdpfed.runs.progress import no_progress, progress, say_stopping
@@ -130,8 +130,8 @@ def compare(
     """Compare methods over several seeds, or resume a comparison; write a table and an HTML page."""
     from tdpfed.algorithms import COMPARED
     from tdpfed.files import lock_folder
-    from tdpfed.report.compare import cells_of, check_target
     from tdpfed.runs.grid import check_cells
+    from tdpfed.studies.compare import cells_of, check_target
 
     check_target(target)
     names = ",".join(COMPARED) if algorithms is None else algorithms
@@ -189,9 +189,9 @@ def _grid(
 ) -> None:
     """Run the cells that are not finished, and show the results of all."""
     from tdpfed.cli.display import comparison_table, grid_progress
-    from tdpfed.report.compare import CAPTION, conclude
     from tdpfed.runs.grid import run_cells
     from tdpfed.runs.progress import say_stopping
+    from tdpfed.studies.compare import CAPTION, conclude
 
     try:
         with grid_progress(cells) as show:

@@ -13,7 +13,7 @@ from rich.table import Table
 from tdpfed.cli.base import DataRoot, Json, Set, Source, app, find_code_of, find_own_code, print_json, print_stderr
 
 if TYPE_CHECKING:
-    from tdpfed.report.tune import Search
+    from tdpfed.studies.tune import Search
 
 TUNED, TRIALS = "tuned.toml", "trials.csv"
 """The files that are written: a configuration, and all trials."""
@@ -47,9 +47,9 @@ def tune(
     from tdpfed.algorithms import COMPARED
     from tdpfed.cli.display import grid_progress
     from tdpfed.files import lock_folder, write_file
-    from tdpfed.report.tune import as_csv, as_toml, searches
     from tdpfed.runs.grid import CellResult, check_cells, run_cells
     from tdpfed.runs.progress import say_stopping
+    from tdpfed.studies.tune import as_csv, as_toml, searches
 
     source, names = source or "digits", ",".join(COMPARED) if algorithms is None else algorithms
     find_own_code(names)

@@ -1,8 +1,9 @@
 """The local work of a client in a round: the only interface through which methods use data and model.
 
 No function of :class:`LocalWork` changes its arguments. There are two implementations, equal up to rounding: plain
-PyTorch in :mod:`tdpfed.core.plain`, and the fast one of the engine. With a leading client axis, ``(K, P)``, the same
-calls compute K clients at once.
+PyTorch in :mod:`tdpfed.core.plain`, and a faster one in ``tdpfed.fast.local``, for the simulator. In shapes P is the
+number of parameters, Q that of factor values, B that of samples in a minibatch; ``...`` is nothing for one client, or
+K, the number of clients that are computed at once.
 """
 
 from abc import ABC, abstractmethod
@@ -26,13 +27,13 @@ Gradient = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Maps parameters and a minibatch to gradient and loss."""
 
 PerSample = Callable[[Tensor, Batch], tuple[Tensor, Tensor | None]]
-"""Maps parameters and a minibatch to each sample's loss and whether it is predicted correctly; None for numbers."""
+"""Maps parameters and a minibatch to each sample's loss and whether it is predicted correctly; None in regression."""
 
 HessianProduct = Callable[[Tensor, Batch, Tensor], Tensor]
 """Maps parameters, a minibatch and a vector to the product of the loss's Hessian with the vector."""
 
 KEPT = ("moment0", "moment1", "steps")
-"""Entries in which a client keeps the state of a factor optimizer between rounds; an optimizer uses the first ones."""
+"""Entries in which a client keeps a factor optimizer's state between rounds; one of n tensors uses the first n."""
 
 
 class Near(NamedTuple):
@@ -40,12 +41,12 @@ class Near(NamedTuple):
 
     theta: Tensor
     loss: Tensor
-    low_rank: object = None  # of a fast implementation: theta - anchor in low-rank form, for the factors
+    low_rank: object = None  # set by ``fast`` only: theta - anchor in low-rank form, for the steps on the factors
     velocity: Tensor | None = None  # after the last step, if steps began with one
 
 
 class Plan(Protocol):
-    """The part of a :class:`tdpfed.FactorPlan` that steps on factors need."""
+    """The part of a :class:`tdpfed.FactorPlan` that steps on factors need; ``cp`` stands on this package."""
 
     @property
     def factors(self) -> Layout:
@@ -140,13 +141,13 @@ class LocalWork(ABC):
     def __init__(self, turn: Turn, tau: int, extras: Extras = NO_EXTRAS, optimizer: Optimizer = USUAL) -> None:
         self.turn, self.tau, self.optimizer, self._extras = turn, tau, optimizer, extras
         self.descended = False
-        """Whether steps were taken by :meth:`descend`, which alone follows the optimizer."""
+        """Whether steps were taken by :meth:`descend`; nothing else uses the configured optimizer."""
 
     @abstractmethod
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t`` of this round, from 0: inputs ``(..., B, *input_shape)``, targets ``(..., B, ...)``.
 
-        With dropout a sample is a row, whose last values are the key of its draws.
+        With dropout each sample is flattened, and the key of its random draws is appended to its values.
         """
 
     @abstractmethod
@@ -161,7 +162,7 @@ class LocalWork(ABC):
     def per_sample(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return each sample's loss, and whether it is predicted correctly, ``(..., B)`` each.
 
-        Of several targets it is the share of them; None for numbers, which are neither right nor wrong.
+        With several targets per sample it is the share predicted correctly; None in regression.
         """
 
     @abstractmethod
@@ -265,7 +266,7 @@ def replaced(values: Tensor, others: Tensor, ranges: Ranges) -> Tensor:
 
 def _there(what: str, found: T | None) -> T:
     if found is None:
-        raise TDPFedError(f"the method needs {what}, which there are none of here", field="algorithm.name")
+        raise TDPFedError(f"the method needs {what}, but this run has none", field="algorithm.name")
     return found
 
 

@@ -1,6 +1,8 @@
 """CP (Kruskal) algebra and fitting, on factors ``(..., I_n, R)`` with any leading client dimensions.
 
-``algebra`` contains the exact operations (compose, unfold, MTTKRP, the gradient), ``fit`` the fitting of factors (ALS).
+``algebra`` contains the exact operations (compose, unfold, MTTKRP, the gradient), ``fit`` the fitting of factors (ALS),
+``plan`` which parameters of a model are factorized and with which ranks. ``layers``, ``attention`` and ``tensorize``
+are networks whose weights are factors; ``tucker``, ``tucker_layers`` and ``hadamard`` are the other low-rank forms.
 """
 
 from tdpfed.cp.algebra import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tdpfed import cp
-from tdpfed.cp.base import Dense, FactoredConv, FactoredLayer, FactoredLinear
+from tdpfed.cp.layer_base import Dense, FactoredConv, FactoredLayer, FactoredLinear
 
 
 class _CPLayer(FactoredLayer):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from torch import Tensor, nn
 
 from tdpfed.core.layout import Layout
-from tdpfed.cp.base import Dense, FactoredLayer
+from tdpfed.cp.layer_base import Dense, FactoredLayer
 from tdpfed.cp.layers import CPConv1d, CPConv2d, CPConv3d, CPLinear
 from tdpfed.cp.plan import FactorPlan, selected
 from tdpfed.cp.tucker import ranks_for, values

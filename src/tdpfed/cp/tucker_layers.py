@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from tdpfed.cp.algebra import mode_dot
-from tdpfed.cp.base import Dense, FactoredConv, FactoredLayer, FactoredLinear
+from tdpfed.cp.layer_base import Dense, FactoredConv, FactoredLayer, FactoredLinear
 from tdpfed.cp.tucker import check_ranks, compose_blocks, decompose_blocks
 
 

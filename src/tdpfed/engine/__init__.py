@@ -1,1 +1,4 @@
-"""The engine: draws, runners, evaluation, diagnostics and the round loop. It runs any algorithm and depends on none."""
+"""The simulator: the round loop, runners, evaluation, diagnostics, the clients' state, several processes.
+
+It runs any method and knows methods only by their interface, :class:`tdpfed.algorithms.Algorithm`.
+"""

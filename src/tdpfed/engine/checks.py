@@ -18,7 +18,7 @@ from tdpfed.core.state import Turn
 from tdpfed.data.federation import Federation
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.precision import Precision
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.runners import RunnerName
 from tdpfed.engine.updates import FINITE, Updates
 from tdpfed.errors import TDPFedError, raise_all, unknown, wrong

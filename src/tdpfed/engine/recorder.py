@@ -15,7 +15,7 @@ from tdpfed.core.state import State
 from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
 from tdpfed.engine import evaluate
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 from tdpfed.engine.store import Store
 from tdpfed.engine.updates import Updates
 from tdpfed.server.records import HIGHER, LOWER, Ledger, Record

@@ -28,10 +28,10 @@ from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.updates import Updates, joined, with_finiteness
+from tdpfed.fast.client_groups import QUIET_PARAMETERS, Groups
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gradient import RecordedGradient
 from tdpfed.fast.local import FastLocal
-from tdpfed.fast.threads import QUIET_PARAMETERS, Groups
 
 RunnerName = Literal["batched", "loop"]
 

@@ -24,8 +24,8 @@ from tdpfed.engine.attacks import Attack, attackers, flip_labels
 from tdpfed.engine.delivery import Delivery
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.precision import Precision, arithmetic
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.public import public_sample, sample_bytes
-from tdpfed.engine.ranks import ALONE, Ranks
 from tdpfed.engine.recorder import Recorder
 from tdpfed.engine.runners import Runner, RunnerName
 from tdpfed.engine.store import Place, Store

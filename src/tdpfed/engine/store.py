@@ -2,7 +2,7 @@
 
 Space is reserved for all clients but only used by those that have trained: the others still have the common initial
 state. The cost of memory, of a round and of a checkpoint therefore depends on the participants, not on the number of
-clients. With several processes (:mod:`tdpfed.engine.ranks`) each holds the rows of its own clients.
+clients. With several processes (:mod:`tdpfed.engine.processes`) each holds the rows of its own clients.
 """
 
 import math
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.core.state import State
-from tdpfed.engine.ranks import ALONE, Ranks, as_bytes
+from tdpfed.engine.processes import ALONE, Ranks, as_bytes
 from tdpfed.errors import TDPFedError, unknown
 from tdpfed.files import ctrl_c_waits
 

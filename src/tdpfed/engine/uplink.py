@@ -10,7 +10,7 @@ from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine import attacks
 from tdpfed.engine.attacks import Attack
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 from tdpfed.engine.runners import as_state
 from tdpfed.errors import wrong
 from tdpfed.fast.cuda_graphs import Graphed

@@ -23,13 +23,13 @@ from tdpfed.config.loading import CONFIG_BYTES, checked_config, parse_toml, raw_
 from tdpfed.errors import TDPFedError, raise_all
 from tdpfed.files import read_file, write_errors
 from tdpfed.flower.app import init_app
-from tdpfed.flower.federation import LocalFederation
 from tdpfed.flower.guard import private_folder
 from tdpfed.flower.server_app import ROUNDS
+from tdpfed.flower.services import LocalFederation
 from tdpfed.flower.settings import Flower, as_run_config, read_settings, refused
 from tdpfed.flower.watch import Complaints, Notify, OnRound, failure_of, follow, speed
-from tdpfed.runs.experiment import federation_of
 from tdpfed.runs.folder import SUMMARY, RunFolder, file_name
+from tdpfed.runs.prepare import federation_of
 
 CLASSES = 10
 MOST_NODES = 64

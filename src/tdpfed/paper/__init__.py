@@ -1,1 +1,1 @@
-"""The paper's experiments (section VII): its tables and figures, its numbers next to ours."""
+"""Published experiments, their numbers next to ours: the paper's (section VII), and a public benchmark's."""

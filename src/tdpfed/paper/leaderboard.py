@@ -16,9 +16,9 @@ from tdpfed.errors import TDPFedError, unknown
 from tdpfed.paper.published import PERSONAL
 from tdpfed.report.group import Group
 from tdpfed.report.read import read_runs
-from tdpfed.report.tune import Search, changed, search
 from tdpfed.runs.folder import RunFolder, file_name
 from tdpfed.runs.grid import Cell
+from tdpfed.studies.tune import Search, changed, search
 
 NAMES = ("pfllib",)
 """The benchmarks."""

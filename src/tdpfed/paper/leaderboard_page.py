@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tdpfed.files import write_file
-from tdpfed.paper.experiment import provenance
 from tdpfed.paper.leaderboard import FACTORS, TUNING, Entry, Plan, Setting, accuracy, groups, label
+from tdpfed.paper.study import provenance
 from tdpfed.report.group import Group, Stat
-from tdpfed.report.tune import Search, as_csv
+from tdpfed.studies.tune import Search, as_csv
 
 FEWER = 50
 """How many times fewer bytes a method must upload to be named as the best that saves many."""

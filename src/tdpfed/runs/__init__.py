@@ -1,1 +1,1 @@
-"""Runs on disk: folders, checkpoints, sessions, grids, loggers."""
+"""Runs: ``simulate``, a whole run in one call; folders, checkpoints, sessions, grids and loggers."""

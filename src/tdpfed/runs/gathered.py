@@ -16,7 +16,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from tdpfed.core.state import State
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Rows, Store
 from tdpfed.errors import TDPFedError

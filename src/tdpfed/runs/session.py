@@ -18,16 +18,16 @@ from tdpfed.config.loading import overridden, parse_toml
 from tdpfed.config.resume import check_same_run, settings_by_key
 from tdpfed.config.unused import advice
 from tdpfed.engine.ensemble import Ensemble, error_of
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError, wrong
 from tdpfed.files import ctrl_c_asks, lock_folder
 from tdpfed.runs import data_card, frozen
-from tdpfed.runs.experiment import prepare, threads
 from tdpfed.runs.folder import CONFIG, CONFIGURATION, FILES, NoFolder, RunFolder
 from tdpfed.runs.gathered import gathered, load_for_all
 from tdpfed.runs.journal import Journal
 from tdpfed.runs.loggers import Loggers
+from tdpfed.runs.prepare import prepare, threads
 from tdpfed.runs.snapshot import restore, snapshot_of
 from tdpfed.runs.summary import facts_of
 from tdpfed.server.records import Record

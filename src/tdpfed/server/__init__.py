@@ -1,1 +1,4 @@
-"""The server's part of a round, for simulator and Flower: participation, gate, averages, privacy, records."""
+"""The server's part of a round, for simulator and Flower: participation, gate, averages, privacy, records.
+
+Methods are known here only by their interface, :class:`tdpfed.algorithms.Algorithm`.
+"""

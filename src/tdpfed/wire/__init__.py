@@ -1,4 +1,7 @@
-"""What travels between server and clients: forms of uploads, number formats, messages, and their validation."""
+"""What travels between server and clients: forms of uploads, number formats, messages, and their validation.
+
+Methods are known here only by their interface, :class:`tdpfed.algorithms.Algorithm`.
+"""
 
 from tdpfed.wire.codecs import Codec, Kind, Layouts, lossy
 from tdpfed.wire.forms import Form

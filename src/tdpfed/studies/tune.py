@@ -22,11 +22,11 @@ from tdpfed.config.loading import SERVER, TABLES, flat, raw_config, toml_value
 from tdpfed.config.sections import ALGORITHM, SECTIONS
 from tdpfed.core.setting import default_of, hints_of, plain, settings_of
 from tdpfed.errors import TDPFedError
-from tdpfed.report.compare import cells_of
 from tdpfed.report.read import read_run
-from tdpfed.runs.experiment import prepare
 from tdpfed.runs.folder import RunFolder, file_name
 from tdpfed.runs.grid import Cell
+from tdpfed.runs.prepare import prepare
+from tdpfed.studies.compare import cells_of
 
 SHARE = 0.2
 """Share of each client's training samples that trials hold out if the configuration holds out none."""

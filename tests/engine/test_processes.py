@@ -25,7 +25,7 @@ from tdpfed.cli import app
 from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.diagnostics import Diagnostics
-from tdpfed.engine.ranks import ALONE, Ranks, joined
+from tdpfed.engine.processes import ALONE, Ranks, joined
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import RankError, TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints

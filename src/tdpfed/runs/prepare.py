@@ -11,7 +11,7 @@ from tdpfed.core.threads import threads_for
 from tdpfed.data import Federation, make_federation
 from tdpfed.data.build import BY_CLASS
 from tdpfed.engine.diagnostics import Diagnostics
-from tdpfed.engine.ranks import ALONE, Ranks
+from tdpfed.engine.processes import ALONE, Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import small
 from tdpfed.algorithms import FedAvg, Local, PFedMe, TDPFed
 from tdpfed.engine import runners
-from tdpfed.engine.ranks import Ranks
+from tdpfed.engine.processes import Ranks
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.threads import Groups, StoppedError
+from tdpfed.fast.client_groups import Groups, StoppedError
 
 CLIENTS = 20
 METHODS = {

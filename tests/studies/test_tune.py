@@ -17,10 +17,10 @@ from tdpfed.algorithms import ALGORITHMS
 from tdpfed.cli import app
 from tdpfed.config import load_config, to_toml
 from tdpfed.errors import TDPFedError
-from tdpfed.report import tune
 from tdpfed.report.read import read_run
-from tdpfed.report.tune import Search, Trial, search, searches
 from tdpfed.runs import grid
+from tdpfed.studies import tune
+from tdpfed.studies.tune import Search, Trial, search, searches
 
 TINY = ["run.rounds=3", "run.evaluate_every=3", "data.clients=4", "data.max_samples=40", "run.device=cpu"]
 LINEAR, LINEAR_ONLY = "model.name=logistic", {"mocha"}

@@ -34,12 +34,12 @@ from tdpfed.flower import guard
 from tdpfed.flower.app import init_app
 from tdpfed.flower.demo import Demo, deal
 from tdpfed.flower.envelope import ENVELOPE, REQUESTS
-from tdpfed.flower.federation import LocalFederation, free_port
 from tdpfed.flower.keys import make_keys
 from tdpfed.flower.private import PrivateStore
 from tdpfed.flower.server_app import run_server
+from tdpfed.flower.services import LocalFederation, free_port
 from tdpfed.flower.settings import Flower, as_run_config
-from tdpfed.runs.experiment import prepare
+from tdpfed.runs.prepare import prepare
 
 COMMAND = [sys.executable, "-c", "from tdpfed.cli import main; main()", "flower", "demo"]
 PATIENCE = 400.0

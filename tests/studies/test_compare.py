@@ -19,10 +19,10 @@ from tdpfed.cli import app, display
 from tdpfed.config.loading import load_config
 from tdpfed.errors import TDPFedError
 from tdpfed.report import table as tables
-from tdpfed.report.compare import CAPTION, cells_of
 from tdpfed.report.table import Cell, Table
 from tdpfed.runs.grid import CellResult
 from tdpfed.runs.session import Session
+from tdpfed.studies.compare import CAPTION, cells_of
 
 TINY = ("run.rounds=4", "run.evaluate_every=1", "data.clients=4", "data.max_samples=40", "data.per_client=5")
 QUICK = [part for setting in (*TINY, "algorithm.tau=2") for part in ("--set", setting)]
@@ -270,7 +270,7 @@ def test_results_that_cannot_be_written_are_told() -> None:
 
 
 def test_a_table_needs_no_plotting_package() -> None:
-    modules = "tdpfed.report.compare, tdpfed.cli.display"
+    modules = "tdpfed.studies.compare, tdpfed.cli.display"
     code = f"import sys, {modules}; print({{'plotly', 'matplotlib', 'pandas'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
