@@ -133,11 +133,12 @@ def test_a_folder_of_another_experiment_is_refused_before_anything_runs(
     run(seeds(1), tmp_path)
     spy = Spy(monkeypatch)
     other = [cell("first"), cell("fedavg-0", "algorithm.eta=0.2")]
-    with pytest.raises(TDPFedError, match=r"--out: .*fedavg-0.*holds another run \('eta = 0\.05', not 'eta = 0\.2'\)"):
+    with pytest.raises(TDPFedError, match=r"--out: .*fedavg-0.*holds another run \(algorithm\.eta = 0\.05, not 0\.2\)"):
         run(other, tmp_path)
     (tmp_path / "fedavg-0" / "config.toml").write_text("[run")
     with pytest.raises(TDPFedError, match=r"--out: .*config\.toml.* is damaged"):
         run(seeds(1), tmp_path)
+
     (tmp_path / "first").write_text("a file")
     with pytest.raises(TDPFedError, match="is a file"):
         run([cell("first")], tmp_path)
@@ -146,6 +147,18 @@ def test_a_folder_of_another_experiment_is_refused_before_anything_runs(
     with pytest.raises(TDPFedError, match=r"--out: cannot write to"):
         run(seeds(1), tmp_path / "first")
     assert (spy.begun, spy.resumed) == ([], [])
+
+
+def test_a_default_that_an_older_version_spelled_out_is_the_same_run(tmp_path: Path) -> None:
+    run(seeds(1), tmp_path)
+    file = tmp_path / "fedavg-0" / "config.toml"
+    text = file.read_text()
+    assert "\ncodec" not in text
+    file.write_text(text.replace("[wire]", '[wire]\ncodec = "float32"'))
+    assert run(seeds(1), tmp_path)[0].kept
+    file.write_text(text.replace("[wire]", '[wire]\ncodec = "int8"'))
+    with pytest.raises(TDPFedError, match=r"wire\.codec = 'int8', not 'float32'"):
+        run(seeds(1), tmp_path)
 
 
 def test_a_run_killed_before_it_wrote_anything_begins(tmp_path: Path) -> None:

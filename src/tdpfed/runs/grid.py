@@ -42,8 +42,8 @@ def check_seeds(config: Config, folder: Path) -> None:
     """Refuse a folder with other content than this run with several seeds; nothing is written."""
     if not has_seeds(folder):
         RunFolder.check(folder)
-    elif to_toml(_configuration(folder / SEEDS)) != to_toml(config):
-        raise TDPFedError(f"--out: {str(folder)!r} given, which holds another run; must be another folder")
+    elif differs := _difference(_configuration(folder / SEEDS), config):
+        raise TDPFedError(f"--out: {str(folder)!r} given, which holds another run ({differs}); must be another folder")
 
 
 def begin_seeds(config: Config, folder: Path) -> Path:
@@ -178,12 +178,18 @@ def _check(path: Path, config: Config) -> None:
     if there.run.rounds < config.run.rounds:  # more rounds extend a run, unless its learning rates depend on them
         check_same_run(settings_by_key(there), config, f"the run in {str(path)!r}")
         there = replace(there, run=replace(there.run, rounds=config.run.rounds))
-    if to_toml(there) != to_toml(config):
-        pairs = zip(to_toml(there).splitlines(), to_toml(config).splitlines(), strict=False)
-        was, wanted = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        raise TDPFedError(
-            f"--out: {str(path)!r} given, which holds another run ({was!r}, not {wanted!r}); must be another folder"
-        )
+    if differs := _difference(there, config):
+        raise TDPFedError(f"--out: {str(path)!r} given, which holds another run ({differs}); must be another folder")
+
+
+def _difference(there: Config, config: Config) -> str:
+    """Return the first setting in which two runs differ, in words; empty if they are the same run.
+
+    A default that is spelled out in one of them, as older versions wrote it, is no difference.
+    """
+    was, wanted = (settings_by_key(replace(one, wire=one.wire.spelled_out())) for one in (there, config))
+    keys = [key for key in {**was, **wanted} if was.get(key) != wanted.get(key)]
+    return f"{keys[0]} = {was.get(keys[0])!r}, not {wanted.get(keys[0])!r}" if keys else ""
 
 
 def _configuration(file: Path) -> Config:

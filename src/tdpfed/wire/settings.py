@@ -1,7 +1,7 @@
 """The settings of the wire: which form of an upload travels, in which numbers."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from tdpfed.core.setting import check, setting
 from tdpfed.errors import TDPFedError, wrong
@@ -62,6 +62,10 @@ class Wire:
                 "int4",
                 "another without feedback: 4 bits of the whole values lose too much; set feedback = true",
             )
+
+    def spelled_out(self) -> Self:
+        """Return the same settings with the defaults that depend on others filled in."""
+        return replace(self, codec=self.number_format, feedback=self.keeps_lost)
 
     @property
     def number_format(self) -> Codec:
