@@ -209,7 +209,7 @@ def extremes(name: str) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("share", [0.12, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.06, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 @pytest.mark.filterwarnings("ignore")  # an overflow is not an error here: the run ends with one of its own
 def test_a_run_with_a_number_at_the_end_of_its_range_ends_or_is_refused(name: str, share: float) -> None:

@@ -293,7 +293,10 @@ def test_a_curve_of_an_svg_has_a_point_per_round(exported: tuple[Path, list[Path
     assert "_$x^{" in "".join(root.itertext())
 
 
-def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(tmp_path: Path) -> None:
+def test_a_latex_table_has_six_columns_or_those_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tdpfed.report.figures.draw", lambda groups, save: None)  # the tables are what is tested
     run, folder = folders.make(tmp_path / "run"), tmp_path / "tables"
     cases: tuple[tuple[tuple[str, ...], int], ...] = (((), 6), (("--columns", "seconds, up MB"), 3))
     for arguments, width in cases:

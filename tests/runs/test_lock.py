@@ -6,10 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from tdpfed.cli import main
 from tdpfed.errors import TDPFedError
 from tdpfed.files import lock_folder
 
@@ -24,12 +28,15 @@ def command(*arguments: str, settings: list[str]) -> list[str]:
     return [*MAIN, *arguments, *(part for setting in settings for part in ("--set", setting))]
 
 
-def second(*arguments: str, settings: list[str] | None = None) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*arguments, settings=settings or []), capture_output=True, text=True, check=False, env=environment,
-        timeout=120,
-    )  # fmt: skip
+def second(*arguments: str, settings: list[str] | None = None) -> tuple[int, str, str]:
+    """Return status, output and errors of a command in this process, which is not the one that holds the lock."""
+    parts = command(*arguments, settings=settings or [])[len(MAIN) :]
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, patch.object(sys, "argv", ["", *parts]):
+        try:
+            main()
+        except SystemExit as end:
+            return int(end.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
 
 
 class Long:
@@ -75,10 +82,10 @@ def test_a_second_process_is_refused_and_the_first_goes_on(long: Long, tmp_path:
         (["reproduce", "mnist", "--table", "1", "--out", run], []),
     ):
         before = long.lines()
-        done = second(*arguments, settings=settings)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert done.stderr.startswith("error: ")
-        assert "Traceback" not in done.stderr
+        status, out, errors = second(*arguments, settings=settings)
+        assert (status, out) == (2, ""), arguments
+        assert errors.startswith("error: ")
+        assert "Traceback" not in errors
         long.wait_for(before + 2)
     assert (tmp_path / "run" / "config.toml").read_bytes() == config
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -93,9 +100,9 @@ def test_the_cell_of_a_running_comparison_cannot_be_resumed_beside_it(tmp_path: 
     try:
         twin = second("compare", "--algorithms", "fedavg", "--seeds", "1", "--out", str(folder), settings=TINY + LONG)
         alone = second("run", "--resume", str(folder / "fedavg-seed0"))
-        for done in (twin, alone):
-            assert done.returncode == 2, done.stderr
-            assert "another process" in done.stderr
+        for status, _, errors in (twin, alone):
+            assert status == 2, errors
+            assert "another process" in errors
         assert {path.name for path in folder.iterdir()} == {"fedavg-seed0"}
         long.process.send_signal(signal.SIGINT)
         long.process.communicate(timeout=60)
