@@ -31,7 +31,11 @@ def command(*arguments: str, settings: list[str]) -> list[str]:
 def second(*arguments: str, settings: list[str] | None = None) -> tuple[int, str, str]:
     """Return status, output and errors of a command in this process, which is not the one that holds the lock."""
     parts = command(*arguments, settings=settings or [])[len(MAIN) :]
-    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err, patch.object(sys, "argv", ["", *parts]):
+    with (
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+        patch.object(sys, "argv", ["", *parts]),
+    ):
         try:
             main()
         except SystemExit as end:
