@@ -147,6 +147,30 @@ def test_proximal_steps_are_the_plain_ones(model: str, momentum: float, steps: i
                 close(ours, twin)
 
 
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize(("momentum", "nu"), [(0.0, None), (0.6, None), (0.6, 1e-3)])
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kept", [False, True])
+def test_steps_from_a_result_that_is_used_up_have_the_same_bits(
+    model: str, momentum: float, nu: float | None, steps: int, kept: bool
+) -> None:
+    """The other way is to begin at its parameters, which stay as they are."""
+    whole = local_work.problem(model)
+    options: dict[str, Any] = {
+        "anchor": whole.anchor, "lam": LAM, "lr": LR, "momentum": momentum, "nu": nu, "steps": steps,
+    }  # fmt: skip
+    for local in (whole.fast, whole.plain):
+        velocity = torch.zeros_like(whole.theta) if kept else None
+        once = local.proximal(whole.theta, whole.batches[0], velocity=velocity, **options)
+        with unchanged(once.theta, whole.anchor):
+            expected = local.proximal(once.theta, whole.batches[1], velocity=once.velocity, **options)
+        found = local.proximal(once, whole.batches[1], velocity=once.velocity, **options)
+        for ours, twin in zip(found, expected, strict=True):
+            if isinstance(twin, torch.Tensor):
+                assert isinstance(ours, torch.Tensor)
+                assert torch.equal(ours, twin)
+
+
 def model_plan(whole: local_work.Problem) -> FactorPlan:
     layout = whole.objective.layout
     return FactorPlan.of(dict(zip(layout.names, layout.shapes, strict=True)), 1.5)

@@ -12,6 +12,7 @@ from torch.func import grad_and_value, vmap
 import small
 from local_work import unchanged
 from tdpfed import FedAvg, Federation, PFedMe, TDPFed
+from tdpfed.core.inner import Inner
 from tdpfed.core.local import FactorRule
 from tdpfed.core.objective import Objective
 from tdpfed.cp.plan import FactorPlan
@@ -90,7 +91,7 @@ def test_several_steps_are_the_steps(name: str, pull: float, bias: bool) -> None
         g, last = gradient(expected, x, y)
         expected = expected + pull * (w - expected) - 0.1 * g
     with unchanged(theta, w):
-        found, loss, *_ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
+        found, loss, *_ = RecordedGradient(objective).proximal(theta, (x, y), Inner(w, pull / 0.1, 0.1, 0.0), 4)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 
@@ -100,7 +101,7 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
     pull: float, known: bool
 ) -> None:
     objective, theta, w, x, y = problem(Model(plain))
-    found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), w, pull / 0.1, 0.1, 0.0, 4)
+    found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), Inner(w, pull / 0.1, 0.1, 0.0), 4)
     assert isinstance(along, LowRankStep) == known
     if isinstance(along, LowRankStep):
         assert along.anchor() is w
@@ -113,7 +114,7 @@ def test_where_nothing_is_left_of_the_start_the_weights_are_the_anchors_and_some
 def test_with_momentum_a_start_is_forgotten_after_many_steps() -> None:
     objective, theta, w, x, y = problem(Model(plain))
     for count, known in ((3, False), (80, True)):
-        found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), w, 8.0, 0.1, 0.5, count)
+        found, _, along, _ = RecordedGradient(objective).proximal(theta, (x, y), Inner(w, 8.0, 0.1, 0.5), count)
         assert isinstance(along, LowRankStep) == known
     assert isinstance(along, LowRankStep)
     assert along.anchor() is w
@@ -139,7 +140,7 @@ def test_several_steps_with_momentum_are_the_steps(name: str, momentum: float, b
     recorded = RecordedGradient(objective)
     assert recorded.skips_first_layer(theta, (x, y)) == skipped
     with unchanged(theta, w):
-        found, loss, *_ = recorded.proximal(theta, (x, y), w, 2.0, 0.1, momentum, 5)
+        found, loss, *_ = recorded.proximal(theta, (x, y), Inner(w, 2.0, 0.1, momentum), 5)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(loss, last, rtol=1e-11, atol=1e-12)
 

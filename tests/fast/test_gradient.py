@@ -11,6 +11,7 @@ from torch.func import grad_and_value, vmap
 import small
 from local_work import unchanged
 from odd_models import ODD, Odd
+from tdpfed.core.inner import Inner
 from tdpfed.core.objective import Objective
 from tdpfed.fast.gradient import RecordedGradient
 
@@ -49,7 +50,7 @@ def test_clients_that_are_computed_singly_take_the_same_steps(anchored: bool) ->
     gradient = RecordedGradient(objective)
     with unchanged(theta, w):
         if anchored:
-            moved, found, *_ = gradient.proximal(theta, (x[0], y[0]), w, 4.0, 0.1, 0.0, 4)
+            moved, found, *_ = gradient.proximal(theta, (x[0], y[0]), Inner(w, 4.0, 0.1, 0.0), 4)
         else:
             moved, found = gradient.descend(theta, lambda t: (x[t], y[t]), range(4), 0.1)
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
@@ -81,6 +82,6 @@ def test_proximal_steps_are_the_steps(odd: Callable[[Odd, Tensor], Tensor], mome
         velocity = momentum * velocity + g
         expected = expected - 0.1 * (g + momentum * velocity)
     with unchanged(theta, w):
-        moved, found, *_ = RecordedGradient(objective).proximal(theta, (x, y), w, 4.0, 0.1, momentum, steps)
+        moved, found, *_ = RecordedGradient(objective).proximal(theta, (x, y), Inner(w, 4.0, 0.1, momentum), steps)
     torch.testing.assert_close(moved, expected, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(found, loss, rtol=1e-11, atol=1e-11)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tdpfed.algorithms.base import Algorithm, Average, Update, hyper
-from tdpfed.core.local import LocalWork
+from tdpfed.core.local import LocalWork, Near
 from tdpfed.core.optim import towards
 from tdpfed.core.state import State, Turn
 
@@ -36,14 +36,14 @@ class PFedMe(Algorithm):
     def update(self, message: State, private: State, local: LocalWork) -> Update:
         """Alternate steps on theta and on the local model."""
         del private
-        theta = w = message["w"]
+        theta: Tensor | Near = message["w"]
+        w = message["w"]
         for batch in local.batches():
-            near = local.proximal(
+            theta = near = local.proximal(
                 theta, batch, anchor=w, lam=self.lam, lr=self.eta_p, momentum=self.momentum, steps=self.s
             )
-            theta = near.theta
-            w = towards(w, theta, self.eta * self.lam)  # w - eta lam (w - theta)
-        return {"theta": theta}, {"w": w}, {"loss": near.loss}
+            w = towards(w, near.theta, self.eta * self.lam)  # w - eta lam (w - theta)
+        return {"theta": near.theta}, {"w": w}, {"loss": near.loss}
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Mix the average of the local models into the global one with share ``beta``."""

@@ -102,19 +102,19 @@ class TDPFed(Algorithm):
         return {"theta": near.theta, **seen, **factors.state}, {"factors": factors.value}, {"loss": near.loss}
 
     def local_rounds(self, message: State, private: State, local: LocalWork) -> Iterator[tuple[Near, Factors]]:
-        """Yield theta and the factors after each local round; diagnostics look at every one, a client uses the last."""
-        theta, factors = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
+        """Yield theta and the factors after each local round, valid until the next; diagnostics look at each."""
+        start, factors = self.global_model(message), local.factors(self.plan, message["factors"], self.rule, private)
         if self.keep_theta:
-            theta = torch.where(private["seen"] > 0, private["theta"], theta)
-        velocity = torch.zeros_like(theta) if self.momentum_state == "round" else None
+            start = torch.where(private["seen"] > 0, private["theta"], start)
+        theta: Tensor | Near = start
+        velocity = torch.zeros_like(start) if self.momentum_state == "round" else None
         lr = implicit_rate(self.eta_p, self.lam) if self.proximal == "implicit" else self.eta_p
         for batch in local.batches():
-            near = local.proximal(  # eq. 14; with nu until eq. 15 holds
+            theta = near = local.proximal(  # eq. 14; with nu until eq. 15 holds
                 theta, batch, anchor=factors.composed, lam=self.lam, lr=lr, momentum=self.momentum, steps=self.s,
                 nu=self.nu, velocity=velocity,
             )  # fmt: skip
-            factors = factors.towards(near, self.lam, self.s_prime)  # eqs. 16 to 18
-            theta, velocity = near.theta, near.velocity
+            factors, velocity = factors.towards(near, self.lam, self.s_prime), near.velocity  # eqs. 16 to 18
             yield near, factors
 
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:

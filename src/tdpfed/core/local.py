@@ -193,7 +193,7 @@ class LocalWork(ABC):
     @abstractmethod
     def proximal(
         self,
-        theta: Tensor,
+        theta: "Tensor | Near",
         batch: Batch,
         *,
         anchor: Tensor,
@@ -206,6 +206,8 @@ class LocalWork(ABC):
     ) -> Near:
         """Take ``steps`` Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on the same minibatch.
 
+        They begin at parameters ``theta``, or where another call ended: its result is used up, as its memory may hold
+        the new one.
         With ``nu`` a client takes no further step once the squared norm of that function's gradient is at most ``nu``.
         The velocity is 0 at first. If ``velocity`` ``(..., P)`` is given it starts there, and the last one is returned.
         """

@@ -89,7 +89,7 @@ class PlainLocal(LocalWork):
 
     def proximal(
         self,
-        theta: Tensor,
+        theta: Tensor | Near,
         batch: Batch,
         *,
         anchor: Tensor,
@@ -102,7 +102,7 @@ class PlainLocal(LocalWork):
     ) -> Near:
         """Take Nesterov steps, plain gradient steps at momentum 0."""
         check_steps(steps)
-        inner = Inner(anchor, lam, lr, momentum)
+        theta, inner = theta.theta if isinstance(theta, Near) else theta, Inner(anchor, lam, lr, momentum)
         if nu is not None:
             return until_accurate(self.gradient, theta, batch, inner, steps, nu, velocity)
         return taken(self.gradient, theta, batch, inner, steps, velocity)

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, fx
 
+from tdpfed.core.inner import Inner
 from tdpfed.core.local import Near
 from tdpfed.core.optim import nesterov, within_float32
 from tdpfed.fast.graph_rewrites import (
@@ -58,9 +59,20 @@ class FirstLayer(NamedTuple):
     outputs: int
     inputs: int
 
-    def steps(self, theta: Tensor, x: Tensor, y: Tensor, w: Tensor, pull: float, lr: float, count: int) -> Near:
-        """Take ``count`` steps ``theta + pull (w - theta) - lr g``."""
-        inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
+    def steps(
+        self,
+        theta: Tensor,
+        x: Tensor,
+        y: Tensor,
+        w: Tensor,
+        pull: float,
+        lr: float,
+        count: int,
+        *,
+        used_up: bool = False,
+    ) -> Near:
+        """Take ``count`` steps ``theta + pull (w - theta) - lr g``; ``used_up``: in the memory of theta."""
+        inputs, moved = x.reshape(*x.shape[:2], self.inputs), theta if used_up else self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         z, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
         slopes, views = torch.zeros_like(z), self.step.make_views(moved)
@@ -81,19 +93,20 @@ class FirstLayer(NamedTuple):
         theta: Tensor,
         x: Tensor,
         y: Tensor,
-        w: Tensor,
-        lam: float,
-        lr: float,
-        momentum: float,
+        inner: Inner,
         count: int,
         velocity: Tensor | None = None,
+        *,
+        used_up: bool = False,
     ) -> Near:
         """Take ``count`` Nesterov steps on ``f + lam/2 ||theta - w||^2``, from rest or from a velocity U.
 
         The weights always have the form ``W + share (V - W) + along U + slopes^T X``, and their velocity is of the same
         form without W: the update rule is applied to the share, to ``along``, the slopes and the other parameters.
+        ``used_up``: the result is written to the memory of theta.
         """
-        inputs, moved = x.reshape(*x.shape[:2], self.inputs), self._with_others_of(theta)
+        w, lam, lr, momentum = inner
+        inputs, moved = x.reshape(*x.shape[:2], self.inputs), theta if used_up else self._with_others_of(theta)
         weights, anchor = (self._weights(flat) for flat in (theta, w))
         start, aim, gram = (torch.bmm(inputs, other.mT) for other in (weights, anchor, inputs))
         others, towards = self._others(moved), self._others(w)
@@ -116,14 +129,15 @@ class FirstLayer(NamedTuple):
                 z = torch.lerp(start, aim, share).baddbmm_(gram, slopes)
                 if first is not None:
                     z.add_(in_first, alpha=within_float32(along))
+        difference = None if first is None else torch.sub(anchor, weights)  # which the next line may overwrite
         new = torch.lerp(weights, anchor, share, out=self._weights(moved)).baddbmm_(slopes.mT, inputs)
-        if first is None:
+        if first is None or difference is None:
             return Near(moved, loss, self._low_rank(1 - share, slopes, inputs, w, moved))
         new.add_(first, alpha=within_float32(along))
         faster = aligned_empty(moved)
         for part, speed in zip(self._others(faster), speeds[1:], strict=True):
             part.copy_(speed)
-        speed = torch.sub(anchor, weights).mul_(within_float32(share_speed))
+        speed = difference.mul_(within_float32(share_speed))
         speed.add_(first, alpha=within_float32(along_speed)).baddbmm_(speeds[0].mT, inputs)
         self._weights(faster).copy_(speed)
         return Near(moved, loss, velocity=faster)

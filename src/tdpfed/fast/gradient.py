@@ -136,28 +136,28 @@ class RecordedGradient:
         self,
         theta: Tensor,
         batch: Batch,
-        anchor: Tensor,
-        lam: float,
-        lr: float,
-        momentum: float,
+        inner: Inner,
         steps: int,
         velocity: Tensor | None = None,
+        *,
+        used_up: bool = False,
     ) -> Near:
-        """Take Nesterov steps on ``f + lam/2 ||theta - anchor||^2``, all on one minibatch."""
+        """Take Nesterov steps on an inner problem, all on one minibatch; ``used_up``: theta may be overwritten."""
+        anchor, lam, lr, momentum = inner
         several = steps > 1 and theta.ndim == 2 and not self._one_by_one(theta)
-        if several and theta.device.type == "cpu":
+        if several and theta.device.type == "cpu" and not is_aligned(theta):
             # Aligned rows are fastest; strides are also part of the key of a recording.
-            theta = theta if is_aligned(theta) else aligned_copy(theta)
+            theta, used_up = aligned_copy(theta), True
         known = self._many.first_layer(theta, *batch) if several else None
         if momentum == 0 and velocity is None:
             pull = optim.within_float32(lr * lam)
             if known is not None:
-                return known.steps(theta, *batch, anchor, pull, lr, steps)
-            return Near(*self._plain_steps(theta, batch, anchor, pull, lr, steps))
+                return known.steps(theta, *batch, anchor, pull, lr, steps, used_up=used_up)
+            return Near(*self._plain_steps(theta, batch, anchor, pull, lr, steps, used_up=used_up))
         if known is not None:
-            return known.steps_with_momentum(theta, *batch, anchor, lam, lr, momentum, steps, velocity)
+            return known.steps_with_momentum(theta, *batch, inner, steps, velocity, used_up=used_up)
         if velocity is not None:
-            return taken(self, theta, batch, Inner(anchor, lam, lr, momentum), steps, velocity)
+            return taken(self, theta, batch, inner, steps, velocity)
         for _ in range(steps):
             g, loss = self(theta, batch)
             diff = theta - anchor
@@ -166,7 +166,7 @@ class RecordedGradient:
         return Near(theta, loss)
 
     def _plain_steps(
-        self, theta: Tensor, batch: Batch, anchor: Tensor, pull: float, lr: float, steps: int
+        self, theta: Tensor, batch: Batch, anchor: Tensor, pull: float, lr: float, steps: int, *, used_up: bool
     ) -> tuple[Tensor, Tensor]:
         if theta.ndim == 1:
             for _ in range(steps):
@@ -174,7 +174,7 @@ class RecordedGradient:
                 theta = after_gradient(theta, g, anchor, pull, lr)
             return theta, loss
         if not self._one_by_one(theta):
-            own = aligned_copy(theta) if theta.device.type == "cpu" else theta
+            own = theta if used_up or theta.device.type != "cpu" else aligned_copy(theta)
             return self._many.steps_(own, *batch, anchor, pull, lr, steps)
         own, losses = aligned_empty(theta), []
         for place, row, x, y, near in zip(own, theta, *batch, anchor, strict=True):

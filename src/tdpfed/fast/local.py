@@ -92,7 +92,7 @@ class FastLocal(LocalWork):
 
     def proximal(
         self,
-        theta: Tensor,
+        theta: Tensor | Near,
         batch: Batch,
         *,
         anchor: Tensor,
@@ -107,10 +107,11 @@ class FastLocal(LocalWork):
         check_steps(steps)
         plain = steps > 1 and momentum == 0 and nu is None and velocity is None
         self._used.add("plain steps" if plain else "proximal")
+        used_up, theta = isinstance(theta, Near), theta.theta if isinstance(theta, Near) else theta
+        inner = Inner(anchor, lam, lr, momentum)
         if nu is not None:
-            inner = Inner(anchor, lam, lr, momentum)
             return until_accurate(self._gradient, theta, batch, inner, steps, nu, velocity)
-        return self._gradient.proximal(theta, batch, anchor, lam, lr, momentum, steps, velocity)
+        return self._gradient.proximal(theta, batch, inner, steps, velocity, used_up=used_up)
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return the factors, ready to be updated."""

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, fx
 
+from tdpfed.core.inner import Inner
 from tdpfed.core.layout import Ranges
 from tdpfed.fast.convolution import as_products
 from tdpfed.fast.first_layer import FirstLayer, first_layer
@@ -116,7 +117,7 @@ class Replayed:
                 if not _views_share_memory(made.step, theta):
                     return None
                 made.steps(theta.clone(), x, y, theta, 0.5, 0.0, 2)
-                made.steps_with_momentum(theta.clone(), x, y, theta, 0.5, 0.0, 0.5, 2)
+                made.steps_with_momentum(theta.clone(), x, y, Inner(theta, 0.5, 0.0, 0.5), 2)
             return made
 
         return _tried(make)

@@ -6,6 +6,8 @@ which a minority cannot move. With fewer than three uploads nobody can tell whic
 below a limit that no training reaches.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,28 +22,42 @@ SMALL = 0.1
 FEW = 3
 """The least number of uploads whose median says something about the others."""
 
-VALUES_AT_ONCE = 1 << 22
+VALUES_AT_ONCE = 1 << 18
+"""Differences of so many values are computed at a time, which stay in a processor's cache."""
+
+TINY = 1e-15
+"""Norms below it are computed in float64: the squares of such values vanish in float32."""
 
 
-def contributions(values: Tensor, center: Tensor, sent: Tensor | None) -> Tensor:
-    """Return the norms ``(S,)`` of the clients' contributions ``values - center``, of ``(S, n)`` where they were sent.
+def contributions(values: Tensor, center: Tensor, sent: Tensor | None) -> list[float]:
+    """Return the norm of each client's contribution ``values - center``, of ``(S, n)`` where they were sent.
 
     It is not finite if a value is not, or if the difference is too large for the type of the values.
     """
     rows = max(1, VALUES_AT_ONCE // max(1, center.numel()))
-    parts = [values.new_zeros(0, dtype=torch.float64)]
+    norms: list[float] = []
     for start in range(0, len(values), rows):
-        moved = values[start : start + rows] - center
-        parts.append(norm_of(moved if sent is None else moved.where(sent[start : start + rows] > 0, 0)))
-    return torch.cat(parts)
+        some, moved = slice(start, start + rows), values[start : start + rows] - center
+        quick = _quick_norms(moved if sent is None else moved.mul_(sent[some]))
+        if quick is None:  # what was not sent may be any number
+            moved = values[some] - center
+            quick = norm_of(moved if sent is None else moved.where(sent[some] > 0, 0)).tolist()
+        norms += quick
+    return norms
 
 
-def longest_allowed(norms: Tensor, center: Tensor, bound: float | Literal["off"]) -> float:
-    """Return the largest norm that is accepted, given those of all clients ``(S,)`` and the unchanged contribution."""
+def _quick_norms(rows: Tensor) -> list[float] | None:
+    """Return norms, computed in the rows' own precision; None if squares leave its range."""
+    norms: list[float] = torch.linalg.vector_norm(rows, dim=-1).tolist()
+    return norms if all(TINY < norm < math.inf for norm in norms) else None
+
+
+def longest_allowed(norms: Sequence[float], center: Tensor, bound: float | Literal["off"]) -> float:
+    """Return the largest norm that is accepted, given those of all clients and the unchanged contribution."""
     if bound == "off":
-        return float("inf")
+        return math.inf
     unchanged = float(norm_of(center[None]))
-    known = norms[norms.isfinite()].sort().values
+    known = sorted(norm for norm in norms if math.isfinite(norm))
     most = LARGEST_CHANGE * max(1.0, unchanged)
-    median = float(known[(len(known) - 1) // 2]) if len(known) >= FEW else 0.0
+    median = known[(len(known) - 1) // 2] if len(known) >= FEW else 0.0
     return min(most, max(bound * median, SMALL * unchanged)) if median > 0 else most

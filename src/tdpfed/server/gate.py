@@ -5,6 +5,8 @@ It refuses an upload that is not finite, whose factors are too far from the broa
 (:mod:`tdpfed.server.bound`). A refused upload is reported and left out; the round continues.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,10 +36,9 @@ def refusals(
     clips each of them, and whether one is refused must not depend on the rest.
     """
     refused = [] if finite else screen(uploads, layouts_of(algorithm.up()), turn.clients)
-    refused += _out_of_gauge(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
-    if not private:
-        check = _out_of_bound if algorithm.averages else _far_out
-        refused += check(algorithm, rule, *only(uploads, turn, accepted(turn, refused)), server)
+    for check in (_out_of_gauge, *([] if private else [_out_of_bound if algorithm.averages else _far_out])):
+        rest = only(uploads, turn, accepted(turn, refused)) if refused else (uploads, turn)
+        refused += check(algorithm, rule, *rest, server)
     return refused
 
 
@@ -66,10 +67,12 @@ def _out_of_bound(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, 
     for name, entry in averaged_values(algorithm, own_entries(server), uploads, turn).items():
         norms = contributions(entry.values, entry.center, entry.sent)
         most = longest_allowed(norms, entry.center, rule.bound)
-        for row in (~(norms.isfinite() & (norms <= most))).nonzero().flatten().tolist():
-            client, norm = int(turn.clients[row]), float(norms[row])
+        for row, norm in enumerate(norms):
+            if math.isfinite(norm) and norm <= most:
+                continue
+            client = int(turn.clients[row])
             known = Rejected("nan", f"what is averaged of {name} is not finite", client=client, tensor=name)
-            if norm < float("inf"):
+            if math.isfinite(norm):
                 reason = (
                     f"what {name} adds to the average has norm {norm:.3g}, must be at most {most:.3g} (robust.bound)"
                 )
