@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, batch_indices, choose, key, permute, uniform
+import small
+from tdpfed.core import draws as draws_module
+from tdpfed.core.draws import Stream, Subsets, batch_indices, choose, key, permute, uniform
+from tdpfed.core.state import Turn
 
 KEYS = st.integers(0, 2**32 - 1)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -185,3 +188,21 @@ def test_many_are_permuted_as_few_are(shape: tuple[int, ...], monkeypatch: pytes
     assert few.shape == shape
     monkeypatch.setattr("tdpfed.core.draws.NUMPY_ELEMENTS", 0)
     assert torch.equal(permute(index, size, bits), few)
+
+
+def test_subsets_drawn_in_groups_are_those_drawn_together_and_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = torch.tensor([4, 0, 7, 2, 9])
+    alone = [Subsets(50, 20).of(Turn(3, 5, one)) for one in clients]
+    subsets = Subsets(50, 20)
+    draws = small.watched(monkeypatch, draws_module, "permute")
+    for part in (clients[:2], clients[2:4], clients[4:]):
+        subsets.of(Turn(3, 5, part))
+    for asked in (clients, clients.flip(0), clients[1:3]):
+        found = subsets.of(Turn(3, 5, asked))
+        assert [row.tolist() for row in found] == [alone[clients.tolist().index(int(one))].tolist() for one in asked]
+    assert len(draws) == 3
+    for turn in (Turn(3, 6, clients), Turn(4, 5, clients), Turn(3, 5, torch.tensor([4, 1]))):
+        assert torch.equal(subsets.of(turn), Subsets(50, 20).of(turn))
+    mask = subsets.mask(Turn(3, 5, clients), torch.zeros(1, dtype=torch.float64))
+    assert mask.dtype == torch.float64
+    assert [row.nonzero().flatten().tolist() for row in mask] == [sorted(one.tolist()) for one in alone]

@@ -61,7 +61,7 @@ class FedAvgSAR(FedAvg):
         change = average(
             "values",
             through=lambda values: nothing.scatter(-1, chosen, values - w[chosen]),
-            sent=nothing.scatter(-1, chosen, 1.0),
+            sent=self.subsets.mask(turn, w),
         )
         return {"w": w + change}
 

@@ -47,14 +47,14 @@ class FedMac(FedAvg):
         """Alternate steps on theta and on the local model."""
         del private
         w = self._boxed(message["w"])
-        theta = w.clone()
+        theta, step = w.clone(), 2 * self.eta_p * self.gamma
         for batch in local.batches():
+            pull = self.lam * w - self.gamma
             for _ in range(self.s):  # in place: new memory in every step would take longer than the gradients
                 g, loss = local.gradient(theta, batch)
                 # tanh(x) = 1 - 2 / (exp(2x) + 1) in half the time; sigmoid would differ in the last bit by place
                 slope = torch.mul(theta, 2 / self.rho).exp_().add_(1).reciprocal_()
-                torch.add(g, slope, alpha=-2 * self.gamma, out=slope).add_(self.gamma)
-                theta.sub_(slope.sub_(w, alpha=self.lam), alpha=self.eta_p)
+                theta.sub_(g.sub_(pull), alpha=self.eta_p).add_(slope, alpha=step)
             w = self._boxed(towards(w, theta, self.eta * self.lam))  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
 

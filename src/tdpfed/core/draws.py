@@ -7,7 +7,7 @@ arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are ri
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -283,16 +283,47 @@ class Subsets:
         self.size, self.count = size, count
         # Broadcast, update and average of a round use the same subset, with groups of clients in between.
         self._latest: deque[tuple[Turn, Tensor]] = deque(maxlen=4)
+        self._mask: tuple[Tensor, Tensor] | None = None  # of a subset
 
     def of(self, turn: Turn) -> Tensor:
         """Return the coordinates of each client's subset, ``(..., count)``."""
-        known = next((drawn for seen, drawn in tuple(self._latest) if _same(seen, turn)), None)
+        latest = tuple(self._latest)
+        known = next((drawn for seen, drawn in latest if _same(seen, turn)), None)
+        known = self._joined(turn, latest) if known is None else known
         if known is None:
             device = turn.clients.device
             bits = key(turn.seed, Stream.SUBSET, turn.round, turn.clients).unsqueeze(-1)
             known = permute(torch.arange(self.count, device=device), torch.full((), self.size, device=device), bits)
+        if all(known is not drawn for _, drawn in latest):
             self._latest.append((turn, known))
         return known
+
+    def mask(self, turn: Turn, like: Tensor) -> Tensor:
+        """Return 1 at the coordinates of each client's subset and 0 elsewhere, ``(..., size)``."""
+        chosen = self.of(turn)
+        if self._mask is None or self._mask[0] is not chosen or self._mask[1].dtype != like.dtype:
+            nothing = torch.zeros((*chosen.shape[:-1], self.size), dtype=like.dtype, device=like.device)
+            self._mask = chosen, nothing.scatter_(-1, chosen, 1.0)
+        return self._mask[1]
+
+    def _joined(self, turn: Turn, latest: Sequence[tuple[Turn, Tensor]]) -> Tensor | None:
+        """Return the subsets of clients that were drawn in several groups; None if some were not."""
+        if turn.clients.ndim != 1 or isinstance(turn.round, Tensor):
+            return None
+        parts = [
+            (seen.clients, drawn)
+            for seen, drawn in latest
+            if seen.clients.ndim == 1
+            and not isinstance(seen.round, Tensor)
+            and (seen.seed, seen.round) == (turn.seed, turn.round)
+        ]
+        if not parts:
+            return None
+        clients, order = torch.cat([clients for clients, _ in parts]).sort()
+        place = torch.searchsorted(clients, turn.clients).clamp_max(len(clients) - 1)
+        if not torch.equal(clients[place], turn.clients):
+            return None
+        return torch.cat([drawn for _, drawn in parts])[order[place]]
 
 
 def _same(one: Turn, other: Turn) -> bool:

@@ -168,7 +168,7 @@ def pulled(group: Group, g: Tensor) -> Group:
     """Return the gradients of the factors, given that of their product."""
     x, y, *core = group
     if not core:
-        return [g @ y, g.mT @ x]
+        return [(y.mT @ g.mT).mT, (x.mT @ g).mT]  # few rows and many columns are faster than the other way round
     (t,) = core
     by_outputs = torch.einsum("...oik,...or->...rik", g, x)
     return [
