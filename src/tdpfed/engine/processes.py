@@ -5,13 +5,15 @@ rank then computes the gate, the average and the ledger itself, so no sum depend
 only bytes of tensors and text, nothing that is executed.
 """
 
+import ctypes
 import json
 import math
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from tdpfed.core.state import State
 from tdpfed.engine.updates import Updates
 from tdpfed.errors import RankError, TDPFedError
 
+LATEST = 16
+"""So many of the latest exchanged tensors are never freed, see :func:`joined`."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -29,6 +34,8 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
+    exchanged: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LATEST), repr=False, compare=False)
+    """The latest tensors that were exchanged."""
 
     @property
     def leads(self) -> bool:
@@ -59,6 +66,7 @@ class Ranks:
         for value, columns in zip(rows.values(), mine.split(sizes, 1), strict=True):
             columns[: len(value)] = as_bytes(value)
         parts = [torch.empty_like(mine) for _ in range(self.world)]
+        self.exchanged.extend((mine, *parts))
         with _collective():
             dist.all_gather(parts, mine)
         order = torch.cat([(owner == rank).nonzero().flatten() for rank in range(self.world)]).to(device)
@@ -102,10 +110,12 @@ class Ranks:
         if self.world == 1:
             return data
         size = torch.tensor([len(data)])
+        self.exchanged.append(size)
         with _collective():
             dist.broadcast(size, source)
             text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source and data else None
             text = torch.empty(int(size), dtype=torch.uint8) if text is None else text
+            self.exchanged.append(text)
             if len(text):
                 dist.broadcast(text, source)
         return text.numpy().tobytes()
@@ -173,6 +183,10 @@ def joined() -> Iterator[Ranks]:
     finally:
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
+        # A thread of PyTorch lets go of a tensor some time after its exchange. If it is the last to do so, it needs
+        # Python's lock, and aborts a process that is ending. So Python never lets go of the last ones.
+        for tensor in ranks.exchanged:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 def under_torchrun() -> bool:
