@@ -202,11 +202,16 @@ def demo_upload(sources: Sources) -> float:
 def speed(sources: Sources) -> str:
     """Return the table of seconds per round, ours and other packages'."""
     methods = sources.tree("peers")["methods"]
-    lines = ["| | FedAvg | pFedMe, 5 inner steps | TDPFed, compression 2 |", "| --- | ---: | ---: | ---: |"]
+    heads = {
+        "fedavg": "FedAvg", "fedprox": "FedProx", "ditto": "Ditto", "pfedme": "pFedMe, 5 inner steps",
+        "tdpfed": "TDPFed, compression 2",
+    }  # fmt: skip
+    lines = [f"| | {' | '.join(heads.values())} |", "| --- |" + " ---: |" * len(heads)]
     for label, (who, about) in PEERS.items():
         cells = []
-        for method, decimals in (("fedavg", 3), ("pfedme", 3), ("tdpfed", 2 if who == "ours" else 1)):
+        for method in heads:
             median = methods[method].get(who, {}).get("median")
+            decimals = 3 if method != "tdpfed" else 2 if who == "ours" else 1
             ratio = "" if who == "ours" or median is None else f" ({times(sources, 'peers', method, who):.1f})"
             note = about if method == "pfedme" and median is not None else ""
             cells.append("-" if median is None else f"{median:.{decimals}f}{ratio}{note}")
