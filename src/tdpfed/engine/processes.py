@@ -24,8 +24,11 @@ from tdpfed.core.state import State
 from tdpfed.engine.updates import Updates
 from tdpfed.errors import RankError, TDPFedError
 
-LATEST = 16
-"""So many of the latest exchanged tensors are never freed, see :func:`joined`."""
+LATEST = 4
+"""So many of the latest broadcast tensors are never freed, see :func:`joined`: the last exchanges of a run."""
+
+LARGE = 1 << 20
+"""Tensors of so many bytes are freed nevertheless: they are never a run's last exchange."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    exchanged: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LATEST), repr=False, compare=False)
-    """The latest tensors that were exchanged."""
+    latest: deque[Tensor] = field(default_factory=lambda: deque(maxlen=LATEST), repr=False, compare=False)
+    """The latest tensors that were broadcast."""
 
     @property
     def leads(self) -> bool:
@@ -66,7 +69,6 @@ class Ranks:
         for value, columns in zip(rows.values(), mine.split(sizes, 1), strict=True):
             columns[: len(value)] = as_bytes(value)
         parts = [torch.empty_like(mine) for _ in range(self.world)]
-        self.exchanged.extend((mine, *parts))
         with _collective():
             dist.all_gather(parts, mine)
         order = torch.cat([(owner == rank).nonzero().flatten() for rank in range(self.world)]).to(device)
@@ -110,12 +112,13 @@ class Ranks:
         if self.world == 1:
             return data
         size = torch.tensor([len(data)])
-        self.exchanged.append(size)
+        self.latest.append(size)
         with _collective():
             dist.broadcast(size, source)
             text = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == source and data else None
             text = torch.empty(int(size), dtype=torch.uint8) if text is None else text
-            self.exchanged.append(text)
+            if len(text) < LARGE:
+                self.latest.append(text)
             if len(text):
                 dist.broadcast(text, source)
         return text.numpy().tobytes()
@@ -183,9 +186,9 @@ def joined() -> Iterator[Ranks]:
     finally:
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
-        # A thread of PyTorch lets go of a tensor some time after its exchange. If it is the last to do so, it needs
+        # A thread of PyTorch lets go of a tensor some time after its broadcast. If it is the last to do so, it needs
         # Python's lock, and aborts a process that is ending. So Python never lets go of the last ones.
-        for tensor in ranks.exchanged:
+        for tensor in ranks.latest:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
