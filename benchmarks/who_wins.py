@@ -21,8 +21,8 @@ import math
 import shutil
 import statistics
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tdpfed.runs.folder import CONFIG, FEDERATION, RunFolder
 from tdpfed.runs.grid import Cell, CellResult, run_cells
 from tdpfed.studies.tune import Search, as_csv, as_toml, searches
 
-OWN, BEST = "own", "best"
+OWN, BEST, FAILED = "own", "best", "failed"
 SMALL, LARGE = 0.01, 0.003
 """How far ``best`` may be below the better of the method and training alone, with fewer than 100 training samples or
 more."""
@@ -113,11 +113,15 @@ def entries(study: Mapping[str, Any], setting: str) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Row:
-    """The results of a method in a setting: of its own models, of the choice, and of training alone."""
+    """The results of a method in a setting: of its own models, of the choice, and of training alone.
 
-    own: Group
+    A method whose run diverged at its tuned values, in one seed or more, has no result: its kind is in ``diverged``.
+    """
+
+    own: Group | None
     best: Group | None
     alone: Group
+    diverged: frozenset[str] = frozenset()
 
     def worse(self, group: Group) -> float:
         """Return the share of clients that are worse than alone by more than two standard errors."""
@@ -129,7 +133,13 @@ class Row:
         """By how much the choice is below the better of the method and training alone; None for training alone."""
         if self.best is None:
             return None
-        return max(accuracy(self.own), accuracy(self.alone)) - accuracy(self.best)
+        own = self.alone if self.own is None else self.own
+        return max(accuracy(own), accuracy(self.alone)) - accuracy(self.best)
+
+    def shown(self, kind: str, text: Callable[[Group], str]) -> str:
+        """Return a cell of a table: the text for the models of a kind, a dash if there are none."""
+        group: Group | None = getattr(self, kind)
+        return text(group) if group is not None else "diverges" if kind in self.diverged else "-"
 
 
 def accuracy(group: Group) -> float:
@@ -150,20 +160,36 @@ def _is_worse(mine: float, alone: float, size: int) -> bool:
 def rows_of(study: Mapping[str, Any], setting: str, out: Path) -> dict[str, Row] | None:
     """Return the results of all methods in a setting; None if not all runs are finished."""
     groups: dict[tuple[str, str], Group] = {}
+    diverged: dict[str, set[str]] = defaultdict(set)
     for entry in entries(study, setting):
         if not tuned_file(out, setting, entry.group).exists():
             return None
         for kind, cells in cells_of(study, entry, out).items():
-            if not all(_is_finished(out / "runs" / cell.name, cell) for cell in cells):
+            ends = {_end(out / "runs" / cell.name, cell) for cell in cells}
+            if None in ends:
                 return None
+            if FAILED in ends:
+                diverged[entry.label].add(kind)
+                continue
             runs = tuple(read_run(out / "runs" / cell.name) for cell in cells)
             groups[entry.label, kind] = Group(entry.label, runs)
     alone = {entry.label: entry.group["alone"] + entry.group.get("suffix", "") for entry in entries(study, setting)}
-    return {label: Row(groups[label, OWN], groups.get((label, BEST)), groups[alone[label], OWN]) for label in alone}
+    return {
+        label: Row(
+            groups.get((label, OWN)), groups.get((label, BEST)), groups[alone[label], OWN], frozenset(diverged[label])
+        )
+        for label in alone
+    }  # fmt: skip
 
 
-def _is_finished(path: Path, cell: Cell) -> bool:
-    return RunFolder(path).done and to_toml(load_config(str(path / CONFIG))) == to_toml(cell.config)
+def _end(path: Path, cell: Cell) -> str | None:
+    """Return how a run ended; None if it did not, or is another run."""
+    if not (path / CONFIG).exists() or to_toml(load_config(str(path / CONFIG))) != to_toml(cell.config):
+        return None
+    if RunFolder(path).done:
+        return "done"
+    summary = path / "summary.json"
+    return FAILED if summary.exists() and json.loads(summary.read_text())["status"] == FAILED else None
 
 
 # The page
@@ -187,13 +213,14 @@ def glance(finished: Mapping[str, Mapping[str, Row]]) -> list[str]:
             parts = []
             for kind in (OWN, BEST):
                 group = getattr(rows[label], kind)
-                text = "-" if group is None else f"{100 * accuracy(group):.1f}"
+                text = rows[label].shown(kind, lambda group: f"{100 * accuracy(group):.1f}")
                 top_one = group is not None and round(100 * accuracy(group), 1) == top[setting, kind]
                 parts.append(f"**{text}**" if top_one else text)
             cells.append(" / ".join(parts))
         worse = [_mean_worse(finished, label, kind) for kind in (OWN, BEST)]
         cells.append(" / ".join("-" if one is None else f"{100 * one:.1f} %" for one in worse))
-        cells.append(f"{_relative_bytes(finished, label):.2f}")
+        relative = _relative_bytes(finished, label)
+        cells.append("-" if relative is None else f"{relative:.2f}")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
@@ -203,11 +230,13 @@ def _mean_worse(finished: Mapping[str, Mapping[str, Row]], label: str, kind: str
     return statistics.mean(found) if found else None
 
 
-def _relative_bytes(finished: Mapping[str, Mapping[str, Row]], label: str) -> float:
-    return statistics.mean(
-        (rows[label].own.stat("uplink_bytes").mean or 0) / (rows["fedavg"].own.stat("uplink_bytes").mean or 1)
+def _relative_bytes(finished: Mapping[str, Mapping[str, Row]], label: str) -> float | None:
+    shares = [
+        (own.stat("uplink_bytes").mean or 0) / (base.stat("uplink_bytes").mean or 1)
         for rows in finished.values()
-    )
+        if (own := rows[label].own or rows[label].best) and (base := rows["fedavg"].own)
+    ]
+    return statistics.mean(shares) if shares else None
 
 
 def table(rows: Mapping[str, Row]) -> list[str]:
@@ -217,12 +246,12 @@ def table(rows: Mapping[str, Row]) -> list[str]:
         "| --- |" + " ---: |" * 7,
     ]
     for label, row in rows.items():
-        both = [row.own, row.best]
+        both = (OWN, BEST)
         cells = [
-            *("-" if one is None else shown(one.stat("personalized_accuracy")) for one in both),
-            *("-" if one is None else shown(one.stat("worst_decile_accuracy")) for one in both),
-            *("-" if one is None else f"{100 * row.worse(one):.1f}" for one in both),
-            shown(row.own.stat("uplink_bytes"), 1e-6),
+            *(row.shown(kind, lambda group: shown(group.stat("personalized_accuracy"))) for kind in both),
+            *(row.shown(kind, lambda group: shown(group.stat("worst_decile_accuracy"))) for kind in both),
+            *(row.shown(kind, lambda group: f"{100 * row.worse(group):.1f}") for kind in both),  # noqa: B023
+            row.shown(OWN, lambda group: shown(group.stat("uplink_bytes"), 1e-6)),
         ]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
@@ -233,10 +262,13 @@ def criteria(finished: Mapping[str, Mapping[str, Row]]) -> list[str]:
     lost, cases, few, worse, clients = list[str](), 0, 0, 0.0, 0
     for setting, rows in finished.items():
         for label, row in rows.items():
+            if BEST in row.diverged:
+                cases += 1
+                lost.append(f"{label} on {setting} (diverges)")
             if row.best is None or row.loss is None:
                 continue
             cases += 1
-            allowed = LARGE if _samples(row.own) >= 100 else SMALL
+            allowed = LARGE if _samples(row.alone) >= 100 else SMALL
             if row.loss > allowed:
                 lost.append(f"{label} on {setting} ({100 * row.loss:.2f} points, at most {100 * allowed:.1f})")
             else:
@@ -266,13 +298,14 @@ def page(study: Mapping[str, Any], finished: Mapping[str, Mapping[str, Row]], ou
         lines += [line for text in criteria(finished) for line in (text, "")]
     for setting, rows in finished.items():
         given = study["settings"][setting]
+        rounds = next(iter(rows.values())).alone.runs[0].rounds
         files = [tuned_file(out, setting, group).name for group in study["groups"]]
         links = " and ".join(f"[{name}]({name})" for name in files)
         sets = "".join(f", `{one}`" for one in given["set"])
         lines += [
             f"## {setting}", "", *table(rows), "",
-            f"Preset `{given['preset']}`{sets}, {given['seeds']} seeds, {next(iter(rows.values())).own.runs[0].rounds} "
-            f"rounds. Tuned values: {links}; all trials are in the files `.csv` of the same name.", "",
+            f"Preset `{given['preset']}`{sets}, {given['seeds']} seeds, {rounds} rounds. "
+            f"Tuned values: {links}; all trials are in the files `.csv` of the same name.", "",
         ]  # fmt: skip
     every = [run for rows in finished.values() for row in rows.values() for one in (row.own, row.best) if one
              for run in one.runs]  # fmt: skip
@@ -294,6 +327,7 @@ def results(finished: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
     return {
         setting: {
             label: {kind: plain(row, group) for kind in (OWN, BEST) if (group := getattr(row, kind))}
+            | dict.fromkeys(sorted(row.diverged), "diverges")
             for label, row in rows.items()
         }
         for setting, rows in finished.items()
