@@ -50,9 +50,12 @@ def _is_seed(name: str, run: str) -> bool:
     return re.fullmatch(re.escape(run) + r"-seed\d+", name) is not None
 
 
-def percent(sources: Sources, *path: str) -> float:
-    """Return a share as percent."""
-    return 100 * float(walk(sources.tree(path[0]), path[1:]))
+def percent(sources: Sources, *path: str) -> Any:
+    """Return a share as percent, or its mean with the deviation."""
+    found = walk(sources.tree(path[0]), path[1:])
+    if isinstance(found, Mapping):
+        return {"mean": 100 * found["mean"], "sd": 100 * found["spread"]}
+    return 100 * float(found)
 
 
 def megabytes(sources: Sources, *path: str) -> float:
