@@ -188,8 +188,8 @@ def _end(path: Path, cell: Cell) -> str | None:
         return None
     if RunFolder(path).done:
         return "done"
-    summary = path / "summary.json"
-    return FAILED if summary.exists() and json.loads(summary.read_text())["status"] == FAILED else None
+    summary = json.loads(file.read_text()) if (file := path / "summary.json").exists() else {}
+    return FAILED if summary.get("status") == FAILED else None  # the output of the study says why
 
 
 # The page

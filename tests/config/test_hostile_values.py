@@ -247,6 +247,30 @@ def test_the_parts_of_keys_are_counted_in_one_pass(text: str) -> None:
         parse_toml(text + "." * 200)
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        '# "\\\n', "# it's\n", '# "\n', 'x = """a\n"""\n', "x = '''a\n'''\n", 'y = """a"\n"b""""\n',
+        "z = '''a'\n'b''''\n", 'q = """\\""" "\n"""\n',
+    ],
+)  # fmt: skip
+def test_no_comment_and_no_text_hides_a_key_of_many_parts(before: str) -> None:
+    with pytest.raises(TDPFedError, match="a key of more than 100 parts"):
+        parse_toml(before + "a." * 8_000 + "b = 1")
+    assert parse_toml(before + "a.b = 1")["a"] == {"b": 1}
+
+
+def test_a_key_in_a_table_behind_a_text_of_several_lines_is_counted() -> None:
+    with pytest.raises(TDPFedError, match="a key of more than 100 parts"):
+        parse_toml('x = {a = """\n\'""", ' + "a." * 200 + "b = 1}")
+
+
+def test_dots_in_comments_and_texts_are_no_parts_of_a_key() -> None:
+    dots = "x . " * 150
+    text = f"# {dots}\na = 1 # {dots}\nb = \"\"\"\n{dots}\n\"\"\"\nc = '''\n{dots}'''\n"
+    assert parse_toml(text)["a"] == 1
+
+
 def test_keys_of_fewer_parts_and_numbers_with_dots_are_parsed() -> None:
     assert parse_toml("a." * 99 + 'b = "' + "c." * 90 + '"')["a"]
     assert parse_toml(f"a = {[0.5] * 1000}") == {"a": [0.5] * 1000}

@@ -203,6 +203,9 @@ def test_subsets_drawn_in_groups_are_those_drawn_together_and_not_drawn_again(mo
     assert len(draws) == 3
     for turn in (Turn(3, 6, clients), Turn(4, 5, clients), Turn(3, 5, torch.tensor([4, 1]))):
         assert torch.equal(subsets.of(turn), Subsets(50, 20).of(turn))
+    empty = Subsets(50, 20)
+    assert empty.of(Turn(3, 5, clients[:0])).shape == (0, 20)
+    assert torch.equal(empty.of(Turn(3, 5, clients)), Subsets(50, 20).of(Turn(3, 5, clients)))
     mask = subsets.mask(Turn(3, 5, clients), torch.zeros(1, dtype=torch.float64))
     assert mask.dtype == torch.float64
     assert [row.nonzero().flatten().tolist() for row in mask] == [sorted(one.tolist()) for one in alone]

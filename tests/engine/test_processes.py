@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +27,7 @@ from tdpfed.cli import app
 from tdpfed.config.loading import load_config
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.diagnostics import Diagnostics
-from tdpfed.engine.processes import ALONE, Ranks, joined
+from tdpfed.engine.processes import ALONE, LARGE, LATEST, Ranks, _wait_until_released, joined
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import RankError, TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints
@@ -383,3 +385,35 @@ def test_a_process_that_is_told_to_end_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RankError, match="terminated"):
         run(told)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_end_of_a_run_waits_until_no_thread_holds_what_was_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    latest = deque([torch.zeros(1), torch.ones(2)], maxlen=LATEST)
+    began = time.monotonic()
+    _wait_until_released(latest)
+    assert time.monotonic() - began < 0.5  # nobody else holds them
+    held = list(latest)
+
+    def let_go() -> None:
+        time.sleep(0.3)
+        held.clear()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    _wait_until_released(latest)
+    assert not held
+    thread.join()
+    held += latest
+    monkeypatch.setattr("tdpfed.engine.processes.PATIENCE", 0.1)
+    _wait_until_released(latest)  # and not for ever
+    assert held
+
+
+def test_only_small_broadcasts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda *_: None)
+    ranks = Ranks(0, 2)
+    for _ in range(LATEST):
+        assert ranks.broadcast(b"text") == b"text"
+    ranks.broadcast(bytes(LARGE))
+    assert len(ranks.latest) == LATEST
+    assert max(tensor.numel() for tensor in ranks.latest) < LARGE

@@ -171,6 +171,33 @@ def test_steps_from_a_result_that_is_used_up_have_the_same_bits(
                 assert torch.equal(ours, twin)
 
 
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("whose", ["all", "a view"])
+def test_a_result_that_is_the_anchor_too_is_not_overwritten(model: str, momentum: float, whose: str) -> None:
+    """As in a proximal point method, in which each call pulls towards where the last one ended."""
+    whole = local_work.problem(model)
+    for local in (whole.fast, whole.plain):
+        options: dict[str, Any] = {"lam": LAM, "lr": LR, "momentum": momentum, "steps": 4}
+        once = local.proximal(whole.theta, whole.batches[0], anchor=whole.anchor, **options)
+        start = once.theta.clone()
+        expected = local.proximal(start, whole.batches[1], anchor=start.clone(), **options)
+        anchor = once.theta if whose == "all" else once.theta[:, :]
+        found = local.proximal(once, whole.batches[1], anchor=anchor, **options)
+        assert torch.equal(found.theta, expected.theta)
+
+
+def test_parameters_that_did_not_move_are_not_used_up() -> None:
+    """With ``nu`` a client may end where it began; the next call must not write there."""
+    whole = local_work.problem("wide")
+    theta = whole.fast.proximal(whole.theta, whole.batches[0], anchor=whole.anchor, lam=LAM, lr=LR, steps=2).theta
+    options: dict[str, Any] = {"anchor": whole.anchor, "lam": LAM, "lr": LR, "steps": 3}
+    with unchanged(theta):
+        still = whole.fast.proximal(theta, whole.batches[0], nu=1e30, **options)
+        assert torch.equal(still.theta, theta)
+        whole.fast.proximal(still, whole.batches[1], **options)
+
+
 def model_plan(whole: local_work.Problem) -> FactorPlan:
     layout = whole.objective.layout
     return FactorPlan.of(dict(zip(layout.names, layout.shapes, strict=True)), 1.5)

@@ -156,6 +156,7 @@ def test_a_default_that_an_older_version_spelled_out_is_the_same_run(tmp_path: P
     assert "\ncodec" not in text
     file.write_text(text.replace("[wire]", '[wire]\ncodec = "float32"'))
     assert run(seeds(1), tmp_path)[0].kept
+    grid.check_cells([cell("fedavg-0", "run.rounds=6")], tmp_path)  # and with more rounds
     file.write_text(text.replace("[wire]", '[wire]\ncodec = "int8"'))
     with pytest.raises(TDPFedError, match=r"wire\.codec = 'int8', not 'float32'"):
         run(seeds(1), tmp_path)

@@ -1,5 +1,6 @@
 """The norm bound: what is averaged stays finite and no upload moves it by much more than the others do."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -118,6 +119,17 @@ def test_the_limit_by_hand() -> None:
     assert longest_allowed((1e9 * norms).tolist(), center, 10.0) == 5e4
     assert longest_allowed(norms.tolist(), center, "off") == float("inf")
     assert longest_allowed([1.0, 2.0, 3.0, torch.inf, torch.nan], 0 * center, 10.0) == 20
+
+
+def test_contributions_outside_of_the_range_of_float32_are_measured_too() -> None:
+    values = torch.tensor([[3e30, 4e30], [3e-30, 4e-30], [0.0, 0.0]])
+    assert contributions(values, torch.zeros(2), None) == pytest.approx([5e30, 5e-30, 0.0], rel=1e-6)
+    values = torch.tensor([[3.0, 4.0, torch.nan], [torch.inf, 1.0, 0.0], [6.0, 8.0, torch.inf]])
+    sent = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    *known, last = contributions(values, torch.zeros(3), sent)
+    assert known == [5, 1]
+    assert not math.isfinite(last)
+    assert contributions(torch.ones(3, 4).double(), torch.zeros(4).double(), None) == [2, 2, 2]
 
 
 def test_contributions_count_what_was_sent() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import Average, Update, hyper
 from tdpfed.algorithms.fedavg import FedAvg
 from tdpfed.core.local import LocalWork
-from tdpfed.core.optim import towards
+from tdpfed.core.optim import towards, within_float32
 from tdpfed.core.state import State, Turn
 from tdpfed.errors import wrong
 
@@ -47,7 +47,7 @@ class FedMac(FedAvg):
         """Alternate steps on theta and on the local model."""
         del private
         w = self._boxed(message["w"])
-        theta, step = w.clone(), 2 * self.eta_p * self.gamma
+        theta, step = w.clone(), within_float32(2 * self.eta_p * self.gamma)
         for batch in local.batches():
             pull = self.lam * w - self.gamma
             for _ in range(self.s):  # in place: new memory in every step would take longer than the gradients

@@ -161,8 +161,14 @@ MOST_PARTS = 100
 """Most parts of a dotted key: Python's parser takes memory and time for the square of their number."""
 
 _TOKEN = re.compile(
-    r"""(?P<part>"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?|[\w-]++)|(?P<dot>\.)|(?P<gap>[ \t]++)|.""", re.DOTALL
+    r"""
+    \#[^\n]*+ | \"{3}(?:[^"\\]|\\.|"{1,2}(?!"))*+(?:"{3,5}|\Z) | '{3}(?:[^']|'{1,2}(?!'))*+(?:'{3,5}|\Z)
+    | (?P<part>"(?:[^"\\\n]|\\[^\n])*+"? | '[^'\n]*+'? | [\w-]++)
+    | (?P<dot>\.) | (?P<gap>[ \t]++) | .
+    """,
+    re.DOTALL | re.VERBOSE,
 )
+"""Comments, texts of several lines, parts of keys (and one-line texts), dots, blanks; and any other character."""
 
 
 def _longest_key(text: str) -> int:

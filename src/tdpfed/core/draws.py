@@ -300,11 +300,11 @@ class Subsets:
 
     def mask(self, turn: Turn, like: Tensor) -> Tensor:
         """Return 1 at the coordinates of each client's subset and 0 elsewhere, ``(..., size)``."""
-        chosen = self.of(turn)
-        if self._mask is None or self._mask[0] is not chosen or self._mask[1].dtype != like.dtype:
+        chosen, latest = self.of(turn), self._mask
+        if latest is None or latest[0] is not chosen or latest[1].dtype != like.dtype:
             nothing = torch.zeros((*chosen.shape[:-1], self.size), dtype=like.dtype, device=like.device)
-            self._mask = chosen, nothing.scatter_(-1, chosen, 1.0)
-        return self._mask[1]
+            latest = self._mask = chosen, nothing.scatter_(-1, chosen, 1.0)
+        return latest[1]
 
     def _joined(self, turn: Turn, latest: Sequence[tuple[Turn, Tensor]]) -> Tensor | None:
         """Return the subsets of clients that were drawn in several groups; None if some were not."""
@@ -317,11 +317,11 @@ class Subsets:
             and not isinstance(seen.round, Tensor)
             and (seen.seed, seen.round) == (turn.seed, turn.round)
         ]
-        if not parts:
+        if not parts or not len(turn.clients):
             return None
         clients, order = torch.cat([clients for clients, _ in parts]).sort()
-        place = torch.searchsorted(clients, turn.clients).clamp_max(len(clients) - 1)
-        if not torch.equal(clients[place], turn.clients):
+        place = torch.searchsorted(clients, turn.clients).clamp_max(max(0, len(clients) - 1))
+        if not len(clients) or not torch.equal(clients[place], turn.clients):
             return None
         return torch.cat([drawn for _, drawn in parts])[order[place]]
 

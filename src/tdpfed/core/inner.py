@@ -62,6 +62,7 @@ def until_accurate(
     nothing waits for the values, so the others' steps are computed for it and not used.
     """
     anchor, lam, lr, momentum = inner
+    start = theta
     going, kept = torch.ones(theta.shape[:-1], dtype=torch.bool, device=theta.device), velocity is not None
     speed = torch.zeros_like(theta) if velocity is None else velocity
     loss = theta.new_zeros(theta.shape[:-1])
@@ -76,4 +77,4 @@ def until_accurate(
         theta, speed = (
             torch.where(going.unsqueeze(-1), new, old) for new, old in zip(moved, (theta, speed), strict=True)
         )
-    return Near(theta, loss, velocity=speed if kept else None)
+    return Near(theta.clone() if theta is start else theta, loss, velocity=speed if kept else None)

@@ -5,13 +5,14 @@ rank then computes the gate, the average and the ledger itself, so no sum depend
 only bytes of tensors and text, nothing that is executed.
 """
 
-import ctypes
 import json
 import math
 import os
 import signal
+import sys
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,17 @@ from tdpfed.core.state import State
 from tdpfed.engine.updates import Updates
 from tdpfed.errors import RankError, TDPFedError
 
-LATEST = 4
-"""So many of the latest broadcast tensors are never freed, see :func:`joined`: the last exchanges of a run."""
+LATEST = 16
+"""So many of the latest broadcast tensors are remembered, see :func:`_wait_until_released`."""
 
 LARGE = 1 << 20
-"""Tensors of so many bytes are freed nevertheless: they are never a run's last exchange."""
+"""Tensors of so many bytes are not: they are never a run's last exchange."""
+
+UNSHARED = 3
+"""References to a tensor that only :attr:`Ranks.latest` holds, counted in a loop over it."""
+
+PATIENCE = 5.0
+"""Seconds to wait at most for PyTorch's threads at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +193,19 @@ def joined() -> Iterator[Ranks]:
     finally:
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
-        # A thread of PyTorch lets go of a tensor some time after its broadcast. If it is the last to do so, it needs
-        # Python's lock, and aborts a process that is ending. So Python never lets go of the last ones.
-        for tensor in ranks.latest:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+        _wait_until_released(ranks.latest)
+
+
+def _wait_until_released(tensors: Sequence[Tensor]) -> None:
+    """Wait until PyTorch's threads have let go of tensors, some time after their broadcast.
+
+    A thread needs Python's lock for that. If the interpreter is ending by then, the thread aborts the process. While a
+    thread holds a tensor, so does a reference that Python counts.
+    """
+    end = time.monotonic() + PATIENCE
+    for tensor in tensors:
+        while sys.getrefcount(tensor) > UNSHARED and time.monotonic() < end:
+            time.sleep(0.001)
 
 
 def under_torchrun() -> bool:

@@ -107,8 +107,9 @@ class FastLocal(LocalWork):
         check_steps(steps)
         plain = steps > 1 and momentum == 0 and nu is None and velocity is None
         self._used.add("plain steps" if plain else "proximal")
-        used_up, theta = isinstance(theta, Near), theta.theta if isinstance(theta, Near) else theta
-        inner = Inner(anchor, lam, lr, momentum)
+        used_up, inner = isinstance(theta, Near), Inner(anchor, lam, lr, momentum)
+        theta = theta.theta if isinstance(theta, Near) else theta
+        used_up = used_up and not _shares_memory(theta, anchor)  # which is read while the result is written
         if nu is not None:
             return until_accurate(self._gradient, theta, batch, inner, steps, nu, velocity)
         return self._gradient.proximal(theta, batch, inner, steps, velocity, used_up=used_up)
@@ -119,3 +120,7 @@ class FastLocal(LocalWork):
         if not isinstance(plan, FactorPlan):  # a plan of the user's own
             return start_factors(plan, a, rule, private)
         return FastFactors.start(plan, a, rule, private)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -176,7 +176,7 @@ def _check(path: Path, config: Config) -> None:
     if RunFolder(path).done:  # a finished run may have been computed on another device
         there = replace(there, run=replace(there.run, device=config.run.device))
     if there.run.rounds < config.run.rounds:  # more rounds extend a run, unless its learning rates depend on them
-        check_same_run(settings_by_key(there), config, f"the run in {str(path)!r}")
+        check_same_run(settings_by_key(_spelled_out(there)), _spelled_out(config), f"the run in {str(path)!r}")
         there = replace(there, run=replace(there.run, rounds=config.run.rounds))
     if differs := _difference(there, config):
         raise TDPFedError(f"--out: {str(path)!r} given, which holds another run ({differs}); must be another folder")
@@ -187,9 +187,13 @@ def _difference(there: Config, config: Config) -> str:
 
     A default that is spelled out in one of them, as older versions wrote it, is no difference.
     """
-    was, wanted = (settings_by_key(replace(one, wire=one.wire.spelled_out())) for one in (there, config))
+    was, wanted = (settings_by_key(_spelled_out(one)) for one in (there, config))
     keys = [key for key in {**was, **wanted} if was.get(key) != wanted.get(key)]
     return f"{keys[0]} = {was.get(keys[0])!r}, not {wanted.get(keys[0])!r}" if keys else ""
+
+
+def _spelled_out(config: Config) -> Config:
+    return replace(config, wire=config.wire.spelled_out())
 
 
 def _configuration(file: Path) -> Config:

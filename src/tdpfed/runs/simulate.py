@@ -109,6 +109,8 @@ def simulate(
         if value and out is None:
             raise wrong(name, value, "given together with out, the folder of the run")
     check_kinds(model, federation, algorithm, participation, loss)
+    if not isinstance(rounds, int) or rounds < 1:
+        raise wrong("rounds", rounds, "a whole number of at least 1")
     method = algorithm if federation.validation else algorithm.over(rounds)
     simulation = Simulation(
         model, federation, method, seed=seed, participation=participation, runner=runner, chunk=chunk, loss=loss,

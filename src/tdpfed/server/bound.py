@@ -22,8 +22,8 @@ SMALL = 0.1
 FEW = 3
 """The least number of uploads whose median says something about the others."""
 
-VALUES_AT_ONCE = 1 << 18
-"""Differences of so many values are computed at a time, which stay in a processor's cache."""
+VALUES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Differences of so many values are computed at a time; on a CPU they stay in its cache."""
 
 TINY = 1e-15
 """Norms below it are computed in float64: the squares of such values vanish in float32."""
@@ -34,11 +34,11 @@ def contributions(values: Tensor, center: Tensor, sent: Tensor | None) -> list[f
 
     It is not finite if a value is not, or if the difference is too large for the type of the values.
     """
-    rows = max(1, VALUES_AT_ONCE // max(1, center.numel()))
+    rows = max(1, VALUES_AT_ONCE.get(values.device.type, 1 << 22) // max(1, center.numel()))
     norms: list[float] = []
     for start in range(0, len(values), rows):
         some, moved = slice(start, start + rows), values[start : start + rows] - center
-        quick = _quick_norms(moved if sent is None else moved.mul_(sent[some]))
+        quick = _quick_norms(moved if sent is None else moved.mul_(sent[some] > 0))
         if quick is None:  # what was not sent may be any number
             moved = values[some] - center
             quick = norm_of(moved if sent is None else moved.where(sent[some] > 0, 0)).tolist()
