@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from common import ROOT, provenance, write
 
-sys.path.insert(0, str(ROOT / "tests" / "report"))  # the tests' browser, and their writer of run folders
-import folders
+sys.path[:0] = [str(ROOT / "tests" / "report"), str(ROOT / "tests")]  # the tests' browser, and their run folders
 from browser import browser
 
+import folders
 from tdpfed.report import write_page
 
 METHODS = ("tdpfed", "pfedme", "fedavg", "fedavg_sar", "perfedavg", "local")

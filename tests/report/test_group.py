@@ -3,11 +3,11 @@
 import statistics
 from pathlib import Path
 
-import folders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import folders
 from tdpfed.report import group_runs, read_runs
 from tdpfed.report.group import Group, Stat
 from tdpfed.report.parse import ACCURACIES, FIELDS, LOSSES

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 from browser import Browser, browser, chromium
 
+import folders
 from tdpfed.engine.attacks import attackers
 from tdpfed.report import Report, read_run, write_page
 from tdpfed.report.table import cost_to, results

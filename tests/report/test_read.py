@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import folders
 from tdpfed.engine.attacks import attackers
 from tdpfed.errors import TDPFedError
 from tdpfed.report import parse, read_run, read_runs

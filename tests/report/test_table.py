@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 
+import folders
 from tdpfed.report import Group, group_runs, read_runs, table
 from tdpfed.report.table import COLUMNS, Cell, Table, cells, cost_to, reach_cells, results, run_cells, target_of
 

@@ -9,11 +9,11 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+import folders
 from tdpfed import cli
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
