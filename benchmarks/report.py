@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from common import ROOT, provenance, write
 
-sys.path[:0] = [str(ROOT / "tests" / "report"), str(ROOT / "tests")]  # the tests' browser, and their run folders
+sys.path.insert(0, str(ROOT / "tests"))  # their writer of run folders
+sys.path.insert(0, str(ROOT / "tests" / "report"))  # and their browser
 from browser import browser
 
 import folders
