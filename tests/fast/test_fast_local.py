@@ -9,11 +9,12 @@ from torch import Tensor
 import local_work
 from local_work import FACTOR_LR, PLANS, close, drawn, named, unchanged
 from tdpfed.core.layout import Ranges
-from tdpfed.core.local import FactorRule, Factors, LocalWork
+from tdpfed.core.local import FactorRule, Factors, LocalWork, Near
 from tdpfed.core.state import State
 from tdpfed.cp.plan import FactorPlan
 from tdpfed.errors import TDPFedError
 from tdpfed.fast.graph_rewrites import InPlace
+from tdpfed.fast.optim import aligned_copy
 
 LR, LAM = 0.05, 3.0
 FEW_RULES = [
@@ -185,6 +186,19 @@ def test_a_result_that_is_the_anchor_too_is_not_overwritten(model: str, momentum
         anchor = once.theta if whose == "all" else once.theta[:, :]
         found = local.proximal(once, whole.batches[1], anchor=anchor, **options)
         assert torch.equal(found.theta, expected.theta)
+
+
+@pytest.mark.parametrize("model", local_work.MODELS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_result_that_is_none_of_a_call_is_not_used_up(model: str, steps: int) -> None:
+    """A method may begin with a result of its own making: its parameters are those of the server, or of a row."""
+    whole = local_work.problem(model)
+    shared = whole.theta[0].expand_as(whole.theta)
+    options: dict[str, Any] = {"anchor": whole.anchor, "lam": LAM, "lr": LR, "steps": steps}
+    for theta in (shared, whole.theta, aligned_copy(whole.theta)):
+        with unchanged(theta):
+            found = whole.fast.proximal(Near(theta, torch.zeros(len(theta))), whole.batches[0], **options)
+        assert torch.equal(found.theta, whole.fast.proximal(theta, whole.batches[0], **options).theta)
 
 
 def test_parameters_that_did_not_move_are_not_used_up() -> None:

@@ -293,10 +293,10 @@ class Algorithm(ABC):
 
     @abstractmethod
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
-        """Return the server's next state; ``uploads`` ``(S, n)`` of the turn's clients, which cannot be
-        read under differential privacy.
+        """Return the server's next state, from the ``uploads`` ``(S, n)`` of the turn's clients.
 
-        The server may call it first without using the result, to see what would be averaged and check that.
+        Under differential privacy only their averages can be read. The server may call it first without using the
+        result, to see what would be averaged and check that.
         """
 
     def personalized(self, private: State) -> Tensor:

@@ -1,6 +1,7 @@
 """Local work of many clients at once: the results of :mod:`tdpfed.core.plain` up to rounding, in less time."""
 
 from collections.abc import Callable
+from weakref import ref
 
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class FastLocal(LocalWork):
     ) -> None:
         super().__init__(turn, tau, extras, optimizer)
         self._batch, self._gradient, self._used = batch, gradient, used
+        self._latest: ref[Tensor] | None = None  # the parameters of the latest proximal result
 
     def batch(self, t: int) -> Batch:
         """Return minibatch ``t``."""
@@ -107,12 +109,21 @@ class FastLocal(LocalWork):
         check_steps(steps)
         plain = steps > 1 and momentum == 0 and nu is None and velocity is None
         self._used.add("plain steps" if plain else "proximal")
-        used_up, inner = isinstance(theta, Near), Inner(anchor, lam, lr, momentum)
-        theta = theta.theta if isinstance(theta, Near) else theta
-        used_up = used_up and not _shares_memory(theta, anchor)  # which is read while the result is written
-        if nu is not None:
-            return until_accurate(self._gradient, theta, batch, inner, steps, nu, velocity)
-        return self._gradient.proximal(theta, batch, inner, steps, velocity, used_up=used_up)
+        used_up, inner = self._may_use_up(theta, anchor), Inner(anchor, lam, lr, momentum)
+        start = theta.theta if isinstance(theta, Near) else theta
+        if nu is None:
+            found = self._gradient.proximal(start, batch, inner, steps, velocity, used_up=used_up)
+        else:
+            found = until_accurate(self._gradient, start, batch, inner, steps, nu, velocity)
+        self._latest = ref(found.theta)
+        return found
+
+    def _may_use_up(self, theta: Tensor | Near, anchor: Tensor) -> bool:
+        """Whether these are the latest result's parameters, and not the anchor's, which is read in between."""
+        latest = None if self._latest is None else self._latest()
+        if not isinstance(theta, Near) or theta.theta is not latest:
+            return False  # anybody else may hold them: the server, or the rows of private state
+        return latest.untyped_storage().data_ptr() != anchor.untyped_storage().data_ptr()
 
     def factors(self, plan: Plan, a: Tensor, rule: FactorRule, private: State) -> Factors:
         """Return the factors, ready to be updated."""
@@ -120,7 +131,3 @@ class FastLocal(LocalWork):
         if not isinstance(plan, FactorPlan):  # a plan of the user's own
             return start_factors(plan, a, rule, private)
         return FastFactors.start(plan, a, rule, private)
-
-
-def _shares_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
