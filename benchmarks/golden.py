@@ -9,11 +9,16 @@ libraries, so a record is only valid on the machine that made it; it is not kept
 
 Records are compared by the keys that both versions write. ``--ignore uplink_bytes`` leaves out a key that a change is
 meant to change.
+
+Both take ``--device cuda``, without the runs of two processes. Where a GPU's bits differ, ``check --within 1e-5``
+allows relative differences: of a tensor by its norm, of a recorded number by its size. The tensors are kept in a folder
+beside the file.
 """
 
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 DIGITS = (
     "digits", "run.rounds=6", "run.evaluate_every=3", "checkpoint.every=3",
@@ -76,6 +83,8 @@ def main() -> None:
     parser.add_argument("--data-root", type=Path, default=None, help="folder of MNIST")
     parser.add_argument("--only", default="", help="runs whose names contain this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--within", type=float, default=0.0, help="relative difference that is allowed")
     parser.add_argument("--ignore", action="append", default=[], help="key of the records that is not compared")
     options = parser.parse_args()
     names = [name for name in RUNS if options.only in name]
@@ -86,7 +95,7 @@ def main() -> None:
                 _again(name): pool.submit(_resumed, name, Path(folder), options) for name in RESUMED if name in names
             }
         for name in SHARED:
-            if name in names:
+            if name in names and options.device == "cpu":
                 made[f"{name}, two processes"] = pool.submit(_run, name, Path(folder), options, processes=2)
         found = {name: job.result() for name, job in made.items()}
     if options.what == "record":  # a resumed run must equal an uninterrupted one
@@ -97,9 +106,14 @@ def main() -> None:
     before = json.loads(options.file.read_text())
     differences = {name: _difference(before.get(name), now, options.ignore) for name, now in found.items()}
     different = [name for name, difference in differences.items() if difference]
+    farthest = {name: _farthest(before[name], found[name], name, options) for name in different if name in before}
     for name in different:
-        print(f"{name}: {differences[name]}")
+        print(f"{name}: {differences[name]}; relative difference {farthest.get(name, 'unknown')}")
     print(f"{len(found) - len(different)} of {len(found)} runs equal to the bit")
+    if options.within:
+        far = [name for name in different if not farthest.get(name, math.inf) <= options.within]
+        print(f"{len(found) - len(far)} of {len(found)} within {options.within:g}")
+        different = far
     sys.exit(bool(different))
 
 
@@ -110,8 +124,36 @@ def _again(name: str) -> str:
 def _run(name: str, folder: Path, options: argparse.Namespace, processes: int = 1) -> dict[str, Any]:
     out = folder / f"{name}-{processes}"
     source, *settings = RUNS[name]
+    settings.append(f"run.device={options.device}")
     _call(options, processes, source, *(part for one in settings for part in ("--set", one)), "--out", str(out))
-    return _contents(out)
+    return _contents(out, _stored(options, name if processes == 1 else f"{name}, two processes", options.what))
+
+
+def _stored(options: argparse.Namespace, name: str, what: str) -> Path:
+    """Return the file with the tensors of a run."""
+    file: Path = options.file
+    return file.with_suffix(".tensors") / f"{name.replace(', ', '-')}.{what}.safetensors"
+
+
+def _farthest(before: Any, now: Any, name: str, options: argparse.Namespace) -> float:
+    """Return the largest relative difference: of a tensor by its norm, of a number by its size."""
+    found = [0.0]
+    files = [_stored(options, name.removesuffix(", resumed"), "record"), _stored(options, name, "check")]
+    if not all(file.exists() for file in files):
+        return math.inf
+    old, new = map(load_file, files)
+    found += [_relative(old[key].double(), new[key].double()) for key in old.keys() & new.keys()]
+    for one, other in zip(before.get("records", []), now.get("records", []), strict=False):
+        for key in one.keys() & other.keys() - set(options.ignore):
+            if isinstance(one[key], float) and isinstance(other[key], float):
+                found.append(_relative(torch.tensor(one[key]), torch.tensor(other[key])))
+    return max(found)
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return math.inf
+    return float((one - other).norm() / one.norm().clamp_min(1e-12))
 
 
 def _resumed(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -120,10 +162,10 @@ def _resumed(name: str, folder: Path, options: argparse.Namespace) -> dict[str, 
     source, *settings = RUNS[name]
     rounds = next(one for one in settings if one.startswith("run.rounds="))
     half = [one for one in settings if one != rounds]
-    half += ["run.rounds=3", "checkpoint.every=3"]
+    half += ["run.rounds=3", "checkpoint.every=3", f"run.device={options.device}"]
     _call(options, 1, source, *(part for one in half for part in ("--set", one)), "--out", str(out))
     _call(options, 1, "--resume", str(out), "--set", rounds)
-    return {"tensors": _contents(out)["tensors"]}
+    return {"tensors": _contents(out, _stored(options, _again(name), options.what))["tensors"]}
 
 
 def _call(options: argparse.Namespace, processes: int, *arguments: str) -> None:
@@ -136,9 +178,9 @@ def _call(options: argparse.Namespace, processes: int, *arguments: str) -> None:
         raise SystemExit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
 
 
-def _contents(out: Path) -> dict[str, Any]:
-    """Return the records of a run without times, and a digest of every tensor of its latest checkpoint."""
-    records, tensors = [], {}
+def _contents(out: Path, store: Path) -> dict[str, Any]:
+    """Return the records of a run without times, and digests of its latest checkpoint's tensors; store the tensors."""
+    records, tensors, values = [], {}, {}
     for file in sorted(out.rglob("metrics.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         records += [{key: value for key, value in line.items() if key not in TIMED} for line in lines]
@@ -148,6 +190,9 @@ def _contents(out: Path) -> dict[str, Any]:
             for key, value in sorted(load_file(folder / entry["name"]).items()):
                 place = f"{folder.parent.name if 'seed' in folder.parent.name else ''}{key}"
                 tensors[place] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
+                values[place] = value.contiguous()
+    store.parent.mkdir(parents=True, exist_ok=True)
+    save_file(values, store)
     return {"records": records, "tensors": tensors}
 
 
