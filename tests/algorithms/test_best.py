@@ -18,7 +18,8 @@ from tdpfed.algorithms import Algorithm, Best, Ditto, FedAvg, Local, Mapper
 from tdpfed.algorithms.base import held_out_of
 from tdpfed.cli import app, main
 from tdpfed.config import load_config
-from tdpfed.core.draws import HeldOut, Stream, key, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, key, own_indices
+from tdpfed.core.permutation import permute
 from tdpfed.data.build import make_federation
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import TDPFedError

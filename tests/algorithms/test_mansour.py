@@ -24,7 +24,8 @@ from by_hand import (
     step,
 )
 from tdpfed.algorithms import Algorithm, Dapper, FedAvg, HypCluster, Mapper
-from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, own_indices
+from tdpfed.core.permutation import permute
 from tdpfed.core.state import Turn
 from tdpfed.data import Federation
 from tdpfed.errors import TDPFedError

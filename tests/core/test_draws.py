@@ -1,16 +1,18 @@
 """Counter-based draws: permutations are bijections, draws look random, and each depends only on where it stands."""
 
+import math
 from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import small
 from tdpfed.core import draws as draws_module
-from tdpfed.core.draws import Stream, Subsets, batch_indices, choose, key, permute, uniform
+from tdpfed.core.draws import Stream, Subsets, batch_indices, choose, key, uniform
+from tdpfed.core.permutation import mix, permute
 from tdpfed.core.state import Turn
 
 KEYS = st.integers(0, 2**32 - 1)
@@ -179,15 +181,48 @@ def test_draws_are_those_of_every_release() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 40)])
-def test_many_are_permuted_as_few_are(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_permuted_as_the_whole_is(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(len(shape))
     size = torch.randint(1, 3000, (*shape[:-1], 1) if shape else (), generator=generator)
     index, bits = torch.randint(0, 10**6, shape, generator=generator) % size, torch.arange(10, 10 + (shape or (1,))[-1])
     bits = bits.reshape(shape[-1:])
-    few = permute(index, size, bits)
-    assert few.shape == shape
-    monkeypatch.setattr("tdpfed.core.draws.NUMPY_ELEMENTS", 0)
-    assert torch.equal(permute(index, size, bits), few)
+    whole = permute(index, size, bits)
+    assert whole.shape == shape
+    monkeypatch.setattr("tdpfed.core.permutation.BLOCK", 4)
+    assert torch.equal(permute(index, size, bits), whole)
+
+
+def permuted_by_hand(index: int, size: int, bits: int) -> int:
+    """Permute with Python's whole numbers: a network of six rounds on a grid, again until the place is inside."""
+    columns = math.isqrt(size - 1) + 1
+    rows = -(-size // columns)
+    while True:
+        left, right = divmod(index, columns)
+        for turn in range(6):
+            salt = mix(bits ^ (turn * 0x632BE5AB % 2**32))
+            if turn % 2:
+                right = (right + mix((left * 0x9E3779B1 + salt) % 2**32)) % columns
+            else:
+                left = (left + mix((right * 0x9E3779B1 + salt) % 2**32)) % rows
+        index = left * columns + right
+        if index < size:
+            return index
+
+
+@given(size=st.integers(1, 2**31), bits=st.lists(KEYS, min_size=1, max_size=3), seed=SEEDS)
+@example(size=1, bits=[0], seed=0)
+@example(size=2**31, bits=[2**32 - 1], seed=0)
+def test_permute_equals_whole_numbers_by_hand(size: int, bits: list[int], seed: int) -> None:
+    index = torch.randint(0, size, (20,), generator=torch.Generator().manual_seed(seed))
+    expected = [[permuted_by_hand(place, size, name) for place in index.tolist()] for name in bits]
+    assert permute(index, torch.tensor(size), torch.tensor(bits)[:, None]).tolist() == expected
+
+
+def test_clients_with_fewer_samples_than_a_round_takes_do_not_change_the_draws_of_others() -> None:
+    clients, start, size = torch.tensor([4, 1, 8]), torch.tensor([0, 30, 100]), torch.tensor([30, 12, 11])
+    together = batch_indices(5, 2, clients, start, size, 3, 4)
+    alone = [batch_indices(5, 2, clients[[k]], start[[k]], size[[k]], 3, 4)[0] for k in range(3)]
+    assert torch.equal(together, torch.stack(alone))
 
 
 def test_subsets_drawn_in_groups_are_those_drawn_together_and_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

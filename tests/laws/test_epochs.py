@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 import small
 from tdpfed.algorithms import ALGORITHMS, Best, FedAvg, Mocha, PFedMe, TDPFed
 from tdpfed.config import load_config
-from tdpfed.core.draws import Stream, held_out_sizes, key, length_in_pass, permute
+from tdpfed.core.draws import Stream, held_out_sizes, key, length_in_pass
+from tdpfed.core.permutation import permute
 from tdpfed.core.recipe import Optimizer
 from tdpfed.data import Federation
 from tdpfed.engine.diagnostics import Diagnostics

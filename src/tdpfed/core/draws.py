@@ -7,28 +7,16 @@ arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are ri
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from tdpfed.core.permutation import MASK, mix, permute
 from tdpfed.core.state import Turn
-
-Integers = NDArray[np.int64]
-Bits = TypeVar("Bits", int, Tensor, Integers)
-
-MASK = 0xFFFFFFFF
-FEISTEL_ROUNDS = 6
-NUMPY_ELEMENTS = 1 << 16
-"""Permutations of up to this many elements use NumPy on a CPU."""
-MAX_WALKS = 8
-"""Most steps until a permutation is back in its range: enough up to size 81, above except with probability 1e-9."""
 
 
 class Stream(IntEnum):
@@ -52,13 +40,6 @@ class Stream(IntEnum):
     START = 16
 
 
-def mix(x: Bits) -> Bits:
-    """Scramble 32-bit integers: every input bit reaches every output bit."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & MASK
-    return x ^ (x >> 16)
-
-
 def key(seed: int | Tensor, stream: Stream, *counters: Tensor | int) -> Tensor:
     """Return the 32-bit key of a draw; tensors broadcast against each other."""
     any_: Any = seed
@@ -71,32 +52,6 @@ def key(seed: int | Tensor, stream: Stream, *counters: Tensor | int) -> Tensor:
 def uniform(bits: Tensor) -> Tensor:
     """Return 32-bit keys as float64 numbers in [0, 1)."""
     return mix(bits ^ 0x5851F42D).double() / 2**32
-
-
-def permute(index: Tensor, size: Tensor, bits: Tensor) -> Tensor:
-    """Return where the permutation of ``0..size-1`` named by ``bits`` sends ``index``; all three broadcast.
-
-    A Feistel network on a grid of ``a x b >= size`` cells is a bijection. An index past the end is permuted again until
-    it is inside (cycle walking), which preserves the bijection. Nothing of length ``size`` is stored or sorted.
-    """
-    if index.is_cuda:
-        return _compiled_permute()(index, size, bits)
-    shape = torch.broadcast_shapes(index.shape, size.shape, bits.shape)
-    if math.prod(shape) <= NUMPY_ELEMENTS:
-        # At least one dimension: products of NumPy scalars warn on overflow.
-        found = _permuted_few(*(np.atleast_1d(tensor.numpy()) for tensor in (index, size, bits)))
-        return torch.from_numpy(found).reshape(shape)
-    columns = size.double().sqrt().ceil().long()
-    rows = (size + columns - 1) // columns
-    index = _feistel(index, rows, columns, bits)
-    for _ in range(MAX_WALKS):
-        few = (index >= size).nonzero(as_tuple=True)
-        if not len(few[0]):
-            break
-        index = index.index_put(
-            few, _feistel(*(tensor.expand_as(index)[few] for tensor in (index, rows, columns, bits)))
-        )
-    return index % size
 
 
 def batch_indices(
@@ -119,10 +74,12 @@ def batch_indices(
     """
     if by_pass:
         return _by_pass(seed, round_, clients, start, size, draws, batch_size, stream)
-    position = torch.arange(draws * batch_size, device=start.device)
-    position, start, size = position[None, :], start[:, None], size[:, None]
+    position = torch.arange(draws * batch_size, device=start.device)[None, :]
+    start, size = start[:, None], size[:, None]
     seed = seed.unsqueeze(-1) if isinstance(seed, Tensor) else seed
-    bits = key(seed, stream, round_, clients[:, None], position // size)
+    one_pass = not size.is_cuda and bool((size >= position.shape[-1]).all())
+    passes = torch.zeros_like(position[:, :1]) if one_pass else position // size
+    bits = key(seed, stream, round_, clients[:, None], passes)
     return (start + permute(position % size, size, bits)).reshape(len(clients), draws, batch_size)
 
 
@@ -225,55 +182,6 @@ def choose_by_size(seed: int, round_: int, sizes: Tensor, count: int, attempt: i
     start = (uniform(key(seed, Stream.START, round_, *again)) * total).long()
     points = start + total * torch.arange(count)
     return order[torch.searchsorted(count * sizes[order].cumsum(0), points, right=True)].sort().values
-
-
-def _permuted_few(index: Integers, size: Integers, bits: Integers) -> Integers:
-    """Return :func:`permute` of a few numbers on a CPU, where NumPy has less overhead."""
-    columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.int64)
-    rows = (size + columns - 1) // columns
-    index = _feistel(index, rows, columns, bits)
-    for _ in range(MAX_WALKS):
-        few = index >= size
-        if not few.any():
-            break
-        index[few] = _feistel(*(np.broadcast_to(array, index.shape)[few] for array in (index, rows, columns, bits)))
-    return index % size
-
-
-def _feistel(index: Bits, rows: Bits, columns: Bits, bits: Bits) -> Bits:
-    left, right = index // columns, index % columns
-    for turn in range(FEISTEL_ROUNDS):
-        salt = mix(bits ^ (turn * 0x632BE5AB & MASK))
-        if turn % 2:
-            right = (right + mix((left * 0x9E3779B1 + salt) & MASK)) % columns
-        else:
-            left = (left + mix((right * 0x9E3779B1 + salt) & MASK)) % rows
-    return left * columns + right
-
-
-@cache
-def _compiled_permute() -> Callable[..., Tensor]:
-    """Return :func:`permute` for a GPU, as one kernel instead of a thousand small ones."""
-    code = f"""template <typename T>
-    T permuted(T index, T size, T bits) {{
-        auto mix = [](T x) {{
-            x = ((x ^ (x >> 16)) * 0x7FEB352DLL) & {MASK}LL;
-            x = ((x ^ (x >> 15)) * 0x846CA68BLL) & {MASK}LL;
-            return x ^ (x >> 16);
-        }};
-        T columns = (T)ceil(sqrt((double)size)), rows = (size + columns - 1) / columns;
-        for (int walk = 0; walk <= {MAX_WALKS} && (walk == 0 || index >= size); ++walk) {{
-            T left = index / columns, right = index % columns;
-            for (T turn = 0; turn < {FEISTEL_ROUNDS}; ++turn) {{
-                T salt = mix(bits ^ ((turn * 0x632BE5ABLL) & {MASK}LL));
-                if (turn % 2) right = (right + mix((left * 0x9E3779B1LL + salt) & {MASK}LL)) % columns;
-                else left = (left + mix((right * 0x9E3779B1LL + salt) & {MASK}LL)) % rows;
-            }}
-            index = left * columns + right;
-        }}
-        return index % size;
-    }}"""
-    return torch.cuda.jiterator._create_jit_fn(code)
 
 
 class Subsets:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tdpfed.core.draws import MASK, Stream, key, mix
+from tdpfed.core.draws import Stream, key
+from tdpfed.core.permutation import MASK, mix
 from tdpfed.core.state import Turn
 from tdpfed.errors import TDPFedError
 

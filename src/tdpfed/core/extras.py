@@ -9,8 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, length_in_pass, own_indices, permute
+from tdpfed.core.draws import HeldOut, Stream, batch_indices, held_out_sizes, key, length_in_pass, own_indices
 from tdpfed.core.local import Batch, Extras
+from tdpfed.core.permutation import permute
 from tdpfed.core.state import Turn
 
 

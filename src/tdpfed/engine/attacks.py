@@ -15,7 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, choose, key, permute, uniform
+from tdpfed.core.draws import Stream, choose, key, uniform
+from tdpfed.core.permutation import permute
 from tdpfed.core.setting import check, setting
 from tdpfed.core.state import State, Turn
 from tdpfed.cp.plan import FactorPlan

@@ -6,7 +6,8 @@ Like all draws, it is a pure function of (seed, round, client, step, position in
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, key, mix
+from tdpfed.core.draws import Stream, key
+from tdpfed.core.permutation import mix
 
 MAX_SHIFT_PIXELS = 4
 """Largest shift of an image, in each direction."""

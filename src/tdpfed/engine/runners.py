@@ -28,6 +28,7 @@ from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.updates import Updates, joined, with_finiteness
+from tdpfed.fast.ahead import Ahead
 from tdpfed.fast.client_groups import QUIET_PARAMETERS, Groups
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gradient import RecordedGradient
@@ -86,7 +87,7 @@ class Runner:
         """Return the work of the turn's clients, chunk by chunk."""
         count, on_cpu = len(turn.clients), turn.clients.device.type == "cpu"
         draw_once = count * self.algorithm.draws * self.algorithm.batch_size <= SAMPLES_DRAWN_TOGETHER
-        index = self._drawn(turn) if on_cpu and draw_once else None
+        index = self._drawn_once(turn) if on_cpu and draw_once else None
         return [partial(self._run_chunk, server, private, turn, rows, index) for rows in self._chunks(count)]
 
     def _compute(self, tasks: list[Callable[[], Updates]], participants: int) -> list[Updates]:
@@ -198,6 +199,14 @@ class Runner:
         by_pass = self.passing is not None
         index = own_indices(turn.seed, turn.round, clients, start, held, draws, size, self.held_out, by_pass=by_pass)
         return index.reshape(*turn.clients.shape, draws, size)
+
+    def _drawn_once(self, turn: Turn) -> Tensor:
+        alike = self.passing is None and not self.held_out.share  # then the rounds can be drawn together
+        return self._ahead.of(turn) if alike else self._drawn(turn)
+
+    @cached_property
+    def _ahead(self) -> Ahead:
+        return Ahead(self._drawn)
 
     def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
         """Run a single client with the plain local work."""

@@ -18,8 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tdpfed.core.draws import Stream, key, mix
+from tdpfed.core.draws import Stream, key
 from tdpfed.core.layout import Layout
+from tdpfed.core.permutation import mix
 from tdpfed.core.state import State
 
 Codec = Literal["float32", "float16", "bfloat16", "int8", "int4"]
