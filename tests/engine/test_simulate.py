@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 import small
 from tdpfed import FedAvg, FedAvgSAR, Federation, Local, Participation, PerFedAvg, PFedMe, TDPFed, simulate
+from tdpfed.core.state import Turn
+from tdpfed.engine import checks
 from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.updates import FINITE, Updates
 from tdpfed.errors import TDPFedError
 from tdpfed.server.records import Ledger, Record
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 FAST: dict[str, Any] = {"tau": 1, "batch_size": 2}
 
 
@@ -134,9 +138,10 @@ def test_a_diverging_run_names_round_client_and_rates(algorithm: Any, rates: str
     assert f"lower the learning rates ({rates})" in str(error.value)
 
 
-def test_divergence_names_the_client_and_leaves_the_state_before_it() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_divergence_names_the_client_and_leaves_the_state_before_it(device: str) -> None:
     """Client 3's inputs turn infinite; the rounds before are kept, the failed one is not counted."""
-    data = small.federation(dtype=torch.float32)
+    data = small.federation(dtype=torch.float32).to(torch.device(device))
     simulation = Simulation(small.mlp(), data, FedAvg(**FAST))
     simulation.step()
     before = {name: value.clone() for name, value in small.states(simulation).items()}
@@ -147,7 +152,22 @@ def test_divergence_names_the_client_and_leaves_the_state_before_it() -> None:
         simulation.step()
     assert simulation.round == 1
     assert simulation.ledger.uplink == up
+    assert simulation.refused == []
     assert all(torch.equal(value, before[name]) for name, value in small.states(simulation).items())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_divergence_is_told_before_what_follows_from_it(device: str) -> None:
+    turn, flags = Turn(0, 4, torch.tensor([5, 8])), torch.tensor([True, False], device=device)
+    updates = Updates({}, {}, {FINITE: flags})
+    with (
+        pytest.raises(TDPFedError, match=r"round 4: .* of client 8 are not finite"),
+        checks.finite(updates, turn, FedAvg(), None),
+    ):
+        raise ZeroDivisionError
+    for fine in (None, Updates({}, {}, {FINITE: flags[:1]})):
+        with pytest.raises(ZeroDivisionError), checks.finite(fine, turn, FedAvg(), None):
+            raise ZeroDivisionError
 
 
 def test_parameters_that_are_not_finite_are_seen_in_their_round() -> None:

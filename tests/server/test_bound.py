@@ -21,7 +21,7 @@ from tdpfed.engine.attacks import Attack
 from tdpfed.engine.simulation import Simulation
 from tdpfed.errors import QuorumError, TDPFedError
 from tdpfed.server.averages import averaged_values, robust_averages
-from tdpfed.server.bound import contributions, longest_allowed
+from tdpfed.server.bound import all_allowed, contributions, longest_allowed
 from tdpfed.server.gate import refusals
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import clipped_sum
@@ -108,6 +108,24 @@ def test_a_minority_moves_the_limit_only_among_honest_norms(seed: int, bad: list
     center = torch.zeros(3)
     limit = longest_allowed([*honest.tolist(), *bad], center, bound)
     assert bound * float(honest.min()) * (1 - 1e-12) <= limit <= bound * float(honest.max()) * (1 + 1e-12)
+
+
+@given(
+    norms=st.lists(st.floats(0, 1e6) | st.just(math.inf) | st.just(math.nan), max_size=8),
+    center=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=3),
+    bound=st.floats(1, 100) | st.just("off"),
+)
+def test_what_is_allowed_at_once_is_within_the_limit(norms: list[float], center: list[float], bound: Any) -> None:
+    if all_allowed(norms, bound):
+        assert all(norm <= longest_allowed(norms, torch.tensor(center), bound) for norm in norms)
+
+
+def test_what_is_allowed_at_once() -> None:
+    assert all_allowed([1.0, 2.0, 10.0], 5.0)
+    assert not all_allowed([1.0, 2.0, 10.1], 5.0)
+    assert not all_allowed([1.0, 2.0, math.nan], "off")
+    assert all_allowed([1.0, 2.0, 1e30], "off")
+    assert all_allowed([], 5.0)
 
 
 def test_the_limit_by_hand() -> None:

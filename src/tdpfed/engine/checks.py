@@ -2,11 +2,13 @@
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.draws import held_out_sizes
@@ -277,7 +279,28 @@ def _hint(data: Federation) -> str:
 
 def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
     """Stop a run that diverges; the error names the round, a client and the learning rates to lower."""
-    bad = ~updates.metrics[FINITE].cpu()
-    if bool(bad.any()):
+    _check(updates.metrics[FINITE].cpu(), turn, algorithm, attack)
+
+
+@contextmanager
+def finite(updates: Updates | None, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> Iterator[None]:
+    """Check updates as :func:`check_finite` before the block, on a GPU after it: the block need not wait for them."""
+    flags = torch.ones(0, dtype=torch.bool) if updates is None else updates.metrics[FINITE]
+    if not flags.is_cuda:
+        _check(flags, turn, algorithm, attack)
+        yield
+        return
+    found, arrived = torch.empty_like(flags, device="cpu", pin_memory=True), torch.cuda.Event()
+    found.copy_(flags, non_blocking=True)
+    arrived.record()
+    try:
+        yield
+    finally:  # an error of the block may come from values that are not finite
+        arrived.synchronize()
+        _check(found, turn, algorithm, attack)
+
+
+def _check(finite: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
+    if not bool(finite.all()):
         hint = f", or use a [robust] rule that withstands robust.attack {attack.kind!r}" if attack else ""
-        raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[bad][0]), hint)
+        raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[~finite][0]), hint)

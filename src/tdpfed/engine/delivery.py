@@ -41,14 +41,15 @@ class Delivery:
         ``kept`` are the rows that this process's clients keep for the wire; what a refused upload sent returns to them.
         """
         sent, senders = only(uploads, turn, reported)
-        mine = self.uplink.ranks.part({"mine": reported}, turn.clients.cpu())["mine"]
+        mine = self.uplink.ranks.part({"mine": reported}, turn.clients)["mine"]
         all_report = bool(mine.all())
         before = kept if all_report else {name: value[mine.to(value.device)] for name, value in kept.items()}
         seen, after, far = self.uplink.transmit(sent, self.known, before, senders)
         finite = seen is sent or self.uplink.channel.changes  # already checked
         passed, accepted_turn, refused = self._admitted(seen, senders, far, finite)
-        lost = ~torch.isin(senders.clients, accepted_turn.clients)
-        after = self.uplink.returned(after, seen, self.known, senders, lost)
+        if refused:
+            lost = ~torch.isin(senders.clients, accepted_turn.clients)
+            after = self.uplink.returned(after, seen, self.known, senders, lost)
         if not all_report:
             for name, value in after.items():
                 kept[name][mine.to(value.device)] = value

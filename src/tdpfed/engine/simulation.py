@@ -21,7 +21,7 @@ from tdpfed.core.tasks import Task
 from tdpfed.data.federation import Federation
 from tdpfed.engine import checks
 from tdpfed.engine.attacks import Attack, attackers, flip_labels
-from tdpfed.engine.delivery import Delivery
+from tdpfed.engine.delivery import Delivered, Delivery
 from tdpfed.engine.diagnostics import Diagnostics, defined_for, diagnose
 from tdpfed.engine.precision import Precision, arithmetic
 from tdpfed.engine.processes import ALONE, Ranks
@@ -208,19 +208,19 @@ class Simulation:
         kept: State = {}
         if len(turn.clients):
             updates = self._train(turn) if updates is None else updates
-            checks.check_finite(updates, turn, self.algorithm, self.uplink.attack)
             if names := tuple(wire_entries(self.store.start)):
                 kept = self.store.rows(turn.clients, names)
         server, count = self.server, 0
-        if self.algorithm.communicates:
-            before = len(self.refused)
-            uploads, senders, kept = self._accepted_uploads(updates, turn, reported, kept)
-            count = len(senders.clients)
+        with checks.finite(updates, turn, self.algorithm, self.uplink.attack):
+            found = self._delivered(updates, turn, reported, kept) if self.algorithm.communicates else None
+        if found is not None:
+            kept, count = found.kept, len(found.senders.clients)
+            self._count(turn, reported, found.refused)
             if not self.server_round.enough(count):
                 return False, count
-            self.server_round.watch(self.ledger, self.round + 1, count, self.refused[before:])
-            samples = self.uplink.declared(self.federation.train_size)[senders.clients]
-            server = self.server_round.aggregate(self.server, uploads, samples, senders)
+            self.server_round.watch(self.ledger, self.round + 1, count, found.refused)
+            samples = self.uplink.declared(self.federation.train_size)[found.senders.clients]
+            server = self.server_round.aggregate(self.server, found.uploads, samples, found.senders)
             server |= self.downlink.received(self.broadcast.memory, turn.clients, self.round + 1)
         if updates is not None:
             spread = partial(self.runner.spread, participants=len(turn.clients))
@@ -247,25 +247,19 @@ class Simulation:
         """Return the clients' rows of the method's private state."""
         return self.store.rows(clients, tuple(own_entries(self.store.start)))
 
-    def _accepted_uploads(
-        self, updates: Updates | None, turn: Turn, reported: Tensor, kept: State
-    ) -> tuple[State, Turn, State]:
-        """Return the uploads the gate accepts, their clients, and what this process's clients keep for the wire.
-
-        ``reported`` masks those of the turn's clients that upload. A refused upload counts as not sent.
-        """
-        if updates is not None:
-            self._count(turn, reported)
+    def _delivered(self, updates: Updates | None, turn: Turn, reported: Tensor, kept: State) -> Delivered:
+        """Return what comes of the uploads of those of the turn's clients that the mask ``reported`` names."""
         if updates is None or not bool(reported.any()):
-            return *self.server_round.no_uploads(self.server, turn), kept
+            return Delivered(*self.server_round.no_uploads(self.server, turn), kept, [])
         path = Delivery(self.uplink, self.downlink, self.server_round, self.server, self.broadcast.known)
-        found = path.deliver(updates.upload, turn, reported, kept)
-        self.refused += found.refused
-        self.ledger.rejected += len(found.refused)
-        return found.uploads, found.senders, found.kept
+        return path.deliver(updates.upload, turn, reported, kept)
 
-    def _count(self, turn: Turn, reported: Tensor) -> None:
-        """Add the exact sizes of the round's messages, headers included, to the ledger."""
+    def _count(self, turn: Turn, reported: Tensor, refused: list[Rejected]) -> None:
+        """Add the exact sizes of the round's messages, headers included, to the ledger; a refused one was sent too."""
+        self.refused += refused
+        self.ledger.rejected += len(refused)
+        if not len(turn.clients):
+            return
         if self.public is not None and not self.ledger.client_rounds:  # collected and sent to all before round 1
             size = sample_bytes(self.public)
             self.ledger.uplink += size

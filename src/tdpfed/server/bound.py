@@ -52,11 +52,19 @@ def _quick_norms(rows: Tensor) -> list[float] | None:
     return norms if all(TINY < norm < math.inf for norm in norms) else None
 
 
+def all_allowed(norms: Sequence[float], bound: float | Literal["off"]) -> bool:
+    """Whether all norms are accepted, whatever that of the unchanged contribution, which takes time to compute."""
+    return all(map(math.isfinite, norms)) and max(norms, default=0.0) <= _longest(norms, 0.0, bound)
+
+
 def longest_allowed(norms: Sequence[float], center: Tensor, bound: float | Literal["off"]) -> float:
     """Return the largest norm that is accepted, given those of all clients and the unchanged contribution."""
+    return _longest(norms, float(norm_of(center[None])), bound)
+
+
+def _longest(norms: Sequence[float], unchanged: float, bound: float | Literal["off"]) -> float:
     if bound == "off":
         return math.inf
-    unchanged = float(norm_of(center[None]))
     known = sorted(norm for norm in norms if math.isfinite(norm))
     most = LARGEST_CHANGE * max(1.0, unchanged)
     median = known[(len(known) - 1) // 2] if len(known) >= FEW else 0.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from tdpfed.algorithms.base import Algorithm
 from tdpfed.core.state import State, Turn, layouts_of, own_entries
 from tdpfed.server.averages import averaged_values
-from tdpfed.server.bound import contributions, longest_allowed
+from tdpfed.server.bound import all_allowed, contributions, longest_allowed
 from tdpfed.server.gauge import least_norm, reference_of, within_gauge
 from tdpfed.server.robust import Rule
 from tdpfed.wire import Rejected, screen
@@ -66,6 +66,8 @@ def _out_of_bound(algorithm: Algorithm, rule: Rule, uploads: State, turn: Turn, 
     found: dict[int, Rejected] = {}
     for name, entry in averaged_values(algorithm, own_entries(server), uploads, turn).items():
         norms = contributions(entry.values, entry.center, entry.sent)
+        if all_allowed(norms, rule.bound):
+            continue
         most = longest_allowed(norms, entry.center, rule.bound)
         for row, norm in enumerate(norms):
             if math.isfinite(norm) and norm <= most:

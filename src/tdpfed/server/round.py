@@ -1,5 +1,6 @@
 """The server's part of a round, for the simulator and for Flower: its initial state, and how it aggregates."""
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -125,8 +126,9 @@ class ServerRound:
 
 def is_finite(state: State) -> bool:
     """Whether all numbers of a state are finite."""
-    found = [value.isfinite().all() for value in state.values() if value.is_floating_point()]
-    return not found or bool(torch.stack(found).all())
+    values = [value for value in state.values() if value.is_floating_point() and value.numel()]
+    ends = [torch.stack(value.aminmax()) for value in values]  # one pass; both propagate NaN
+    return not ends or all(map(math.isfinite, (ends[0] if len(ends) == 1 else torch.cat(ends)).tolist()))
 
 
 def diverged(algorithm: Algorithm, round_: int, client: int | None = None, hint: str = "") -> TDPFedError:
