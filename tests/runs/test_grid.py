@@ -19,7 +19,7 @@ from tdpfed.runs.grid import Cell, CellResult, run_cells
 from tdpfed.runs.session import Session
 
 TINY = (
-    "run.rounds=4", "data.clients=4", "data.max_samples=40", "data.per_client=5", "algorithm.tau=2",
+    "run.device=cpu", "run.rounds=4", "data.clients=4", "data.max_samples=40", "data.per_client=5", "algorithm.tau=2",
     "checkpoint.every=2",
 )  # fmt: skip
 
