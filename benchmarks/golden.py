@@ -82,12 +82,15 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="src folder of tdpfed")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of MNIST")
     parser.add_argument("--only", default="", help="runs whose names contain this")
+    parser.add_argument(
+        "--skip", default="", help="no runs whose names contain this, which a package may be missing for"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--within", type=float, default=0.0, help="relative difference that is allowed")
     parser.add_argument("--ignore", action="append", default=[], help="key of the records that is not compared")
     options = parser.parse_args()
-    names = [name for name in RUNS if options.only in name]
+    names = [name for name in RUNS if options.only in name and not (options.skip and options.skip in name)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         made = {name: pool.submit(_run, name, Path(folder), options) for name in names}
         if options.what == "check":
