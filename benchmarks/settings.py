@@ -30,6 +30,7 @@ from common import provenance, slug, write
 from matplotlib.figure import Figure
 from pack import PACKED
 
+from tdpfed.config import Config
 from tdpfed.config.loading import load_config, to_toml
 from tdpfed.report.figures import MARKERS, STYLE
 from tdpfed.report.group import Group, Stat
@@ -233,7 +234,15 @@ def _is_finished(path: Path, cell: Cell) -> bool:
     if not RunFolder(path).done:
         return False
     stored = load_config(str(path / CONFIG))  # keys that are newer than the run get their defaults
-    return to_toml(stored) == to_toml(cell.config)
+    return _effective(stored) == _effective(cell.config)
+
+
+def _effective(config: Config) -> dict[str, Any]:
+    """Return a configuration without what has no effect, whose default may have changed since a run."""
+    found = tomllib.loads(to_toml(config))
+    if found["wire"]["down"] == "dense":
+        del found["wire"]["down_codec"]
+    return found
 
 
 def origin(run: Run) -> str:

@@ -32,6 +32,9 @@ Finished = Mapping[str, Groups]
 COLORS = looks.COLORS[:7]
 DENSE = "FedAvg"
 FACTORS = ("FedAvg, 8 terms", "FedAvg, 4 terms", "FedAvg, 2 terms", "FedAvg, 1 term")
+EQUAL = 1e-9
+"""Accuracies that differ by less are equal: means of three are rounded."""
+
 RIVALS = {"FedAvg, 4 terms": ("FedAvg, top-k like 4 terms", "FedAvg, int8", "FedAvg, int4")}
 """What a form is compared with at equal bytes."""
 
@@ -63,13 +66,11 @@ def glance(finished: Finished) -> list[str]:
         "| --- |" + " ---: |" * (2 + len(FACTORS)),
     ]
     for setting, groups in finished.items():
-        cells = [f"{100 * mean(groups[name], 'personalized_accuracy'):.1f}" for name in ("local", DENSE)]
-        for name in FACTORS:
-            if name in groups:
-                accuracy = 100 * mean(groups[name], "personalized_accuracy")
-                cells.append(f"{accuracy:.1f} ({times(groups, name, 'uplink_bytes'):.0f}x)")
-            else:
-                cells.append("-")
+        cells = []
+        for name in ("local", DENSE, *FACTORS):
+            accuracy = f"{100 * mean(groups[name], 'personalized_accuracy'):.1f}" if name in groups else "-"
+            saved = f" ({times(groups, name, 'uplink_bytes'):.0f}x)" if name in FACTORS and name in groups else ""
+            cells.append(accuracy + saved)
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return lines
 
@@ -94,27 +95,32 @@ def table(groups: Groups) -> list[str]:
 
 def equal_bytes(finished: Finished) -> list[str]:
     """Return a table of accuracies when as many bytes are uploaded as rank-one terms take in all rounds."""
-    lines, won, compared = [], 0, 0
+    lines: list[str] = []
     for ours, rivals in RIVALS.items():
         names = [name.partition(", ")[2] for name in (ours, *rivals)]
         lines += [f"| personalized % | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
+        places: dict[str, list[str]] = {"the best": [], "equal to the best": [], "not the best": []}
         for setting, groups in finished.items():
             if not all(name in groups for name in (ours, *rivals)):
                 continue
-            limit = mean(groups[ours], "uplink_bytes")
-            own, others = (
-                mean(groups[ours], "personalized_accuracy"),
-                [at_bytes(groups[name], limit) for name in rivals],
-            )
+            limit, own = (mean(groups[ours], key) for key in ("uplink_bytes", "personalized_accuracy"))
+            others = [at_bytes(groups[name], limit) for name in rivals]
             best = max(own, *(accuracy for accuracy, _ in others))
-            cells = [f"**{100 * own:.2f}**" if own == best else f"{100 * own:.2f}"]
-            for accuracy, sent in others:
-                text = f"{100 * accuracy:.2f}"
-                more = f" ({sent / limit:.0f}x the bytes)" if sent > 1.05 * limit else ""
-                cells.append((f"**{text}**" if accuracy == best else text) + more)
+            cells = [f"{100 * own:.2f}"] + [
+                f"{100 * accuracy:.2f}" + (f" ({sent / limit:.0f}x the bytes)" if sent > 1.05 * limit else "")
+                for accuracy, sent in others
+            ]
+            bold = [accuracy > best - EQUAL for accuracy in (own, *(accuracy for accuracy, _ in others))]
+            cells = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, bold, strict=True)]
             lines.append(f"| {setting} | {' | '.join(cells)} |")
-            won, compared = won + (own == best), compared + 1
-        lines += ["", f"{names[0]} is the best in {won} of {compared} settings."]
+            tied = any(accuracy > own - EQUAL and sent <= 1.05 * limit for accuracy, sent in others)
+            places["not the best" if own < best - EQUAL else "equal to the best" if tied else "the best"].append(
+                setting
+            )
+        told = [f"{place} in {len(found)}" for place, found in places.items() if found]
+        compared = sum(map(len, places.values()))
+        lines += ["", f"Of {compared} settings, {names[0]} is {', '.join(told)}. What is equal only with more bytes is"]
+        lines[-1] += " not counted as equal."
     return lines
 
 

@@ -165,12 +165,12 @@ def updates_glance(sources: Sources, *only: str) -> str:
     for setting, methods in sources.tree("updates").items():
         if only and not any(word in setting for word in only):
             continue
-        cells = [f"{methods[name]['personalized_accuracy']['mean']:.1f}" for name in ("local", "FedAvg")]
-        for form in forms.values():
+        cells = []
+        for form in ("local", "FedAvg", *forms.values()):
             line = methods.get(form)
-            cells.append(
-                "-" if line is None else f"{line['personalized_accuracy']['mean']:.1f} ({line['times_up']:.0f}x)"
-            )
+            accuracy = "-" if line is None else f"{line['personalized_accuracy']['mean']:.1f}"
+            saved = f" ({line['times_up']:.0f}x)" if line is not None and form in forms.values() else ""
+            cells.append(accuracy + saved)
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 import small
+from tdpfed import FedAvg, Wire
 from tdpfed.engine.simulation import Simulation
 from tdpfed.fast.cuda_graphs import RECORDINGS, Graphed
 
+WIRES = {
+    "factors": Wire(update="factors", terms=2),
+    "factors both ways": Wire(update="factors", terms=2, down="factors", down_terms=2),
+    "int4": Wire(codec="int4"),
+    "top-k": Wire(update="top-k"),
+}
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -32,6 +39,20 @@ def test_replayed_rounds_equal_computed_ones_and_the_cpu(name: str, model: str) 
     assert small.equal(runs[0], runs[1])
     for state, value in small.states(runs[0]).items():
         torch.testing.assert_close(value.cpu(), small.states(runs[2])[state], rtol=1e-6, atol=1e-6)
+
+
+@gpu
+@pytest.mark.parametrize("form", WIRES)
+def test_compressed_messages_of_replayed_rounds_are_those_of_the_cpu(form: str) -> None:
+    runs = [
+        Simulation(small.mlp(), small.federation().to(device), FedAvg(tau=2, batch_size=4), wire=WIRES[form])
+        for device in ("cuda", "cpu")
+    ]
+    for _ in range(4):
+        for run in runs:
+            run.step()
+    for state, value in small.states(runs[0]).items():
+        torch.testing.assert_close(value.cpu(), small.states(runs[1])[state], rtol=1e-6, atol=1e-6)
 
 
 class Stub(Graphed):

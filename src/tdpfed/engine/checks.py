@@ -286,18 +286,13 @@ def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Att
 def finite(updates: Updates | None, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> Iterator[None]:
     """Check updates as :func:`check_finite` before the block, on a GPU after it: the block need not wait for them."""
     flags = torch.ones(0, dtype=torch.bool) if updates is None else updates.metrics[FINITE]
-    if not flags.is_cuda:
-        _check(flags, turn, algorithm, attack)
-        yield
-        return
-    found, arrived = torch.empty_like(flags, device="cpu", pin_memory=True), torch.cuda.Event()
-    found.copy_(flags, non_blocking=True)
-    arrived.record()
     try:
+        if not flags.is_cuda:
+            _check(flags, turn, algorithm, attack)
         yield
-    finally:  # an error of the block may come from values that are not finite
-        arrived.synchronize()
-        _check(found, turn, algorithm, attack)
+    finally:
+        if flags.is_cuda:  # also if the block failed: its error may come from values that are not finite
+            _check(flags.cpu(), turn, algorithm, attack)
 
 
 def _check(finite: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:

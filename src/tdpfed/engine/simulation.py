@@ -232,7 +232,7 @@ class Simulation:
     @property
     def broadcast(self) -> Broadcast:
         """The server's message of the next round."""
-        self._broadcast = self._broadcast or self.downlink.send(self.server)
+        self._broadcast = self._broadcast or self._down.broadcast(self.server)
         return self._broadcast
 
     def _train(self, turn: Turn) -> Updates:
@@ -264,10 +264,11 @@ class Simulation:
             size = sample_bytes(self.public)
             self.ledger.uplink += size
             self.ledger.downlink += size * self.federation.clients
+        uploads = int(reported.sum())
         self.ledger.downlink += self.downlink.bytes(self.server, turn.clients, self.round + 1)
-        self.ledger.uplink += int(reported.sum()) * self.channel.form.bytes
+        self.ledger.uplink += uploads * self.channel.form.bytes
         self.ledger.client_rounds += len(turn.clients)
-        self.ledger.uploads += int(reported.sum())
+        self.ledger.uploads += uploads
 
     def record(self, seconds: float) -> Record:
         """Evaluate the models after the current round."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tdpfed.core.state import State
 
@@ -29,7 +30,14 @@ class _Recording:
             for name, value in given.items():
                 fixed[name].copy_(value)
         self.graph.replay()
-        return tuple({name: value.clone() for name, value in state.items()} for state in self.outputs)
+        copies: dict[int, Tensor] = {}  # a tensor that is both kept and sent is copied once
+        return tuple({name: _copy(value, copies) for name, value in state.items()} for state in self.outputs)
+
+
+def _copy(value: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    if id(value) not in copies:
+        copies[id(value)] = value.clone()
+    return copies[id(value)]
 
 
 class Graphed:
