@@ -121,3 +121,29 @@ def test_numbers_of_float32_stay(value: float) -> None:
 @pytest.mark.parametrize("value", [1e39, -1e300, torch.inf])
 def test_numbers_beyond_float32_are_infinite(value: float) -> None:
     assert optim.within_float32(value) == (torch.inf if value > 0 else -torch.inf)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+def test_the_logistic_function_is_that_of_torch(dtype: torch.dtype, near: float) -> None:
+    x = torch.linspace(-40, 40, 1001, dtype=dtype)
+    torch.testing.assert_close(optim.logistic(x, -0.7), torch.sigmoid(-0.7 * x), rtol=near, atol=0)
+    ends = torch.tensor([-torch.inf, -1e30, 0.0, 1e30, torch.inf], dtype=dtype)
+    assert optim.logistic(ends, 2.0).tolist() == [0.0, 0.0, 0.5, 1.0, 1.0]
+    assert bool(optim.logistic(torch.tensor([torch.nan]), 1.0).isnan())
+    assert optim.logistic(torch.zeros(0, 3), 1.0).shape == (0, 3)
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 1003, 79_510])
+def test_the_logistic_function_of_a_value_does_not_depend_on_its_place(length: int) -> None:
+    x = 5 * torch.randn(7, length, generator=torch.Generator().manual_seed(length))
+    whole = optim.logistic(x, 2.0)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for rows in (slice(1), slice(1, 3), slice(2, 7)):
+                assert torch.equal(optim.logistic(x[rows], 2.0), whole[rows])
+            assert torch.equal(optim.logistic(x[4], 2.0), whole[4])
+            assert torch.equal(optim.logistic(x[:, length // 2 :], 2.0), whole[:, length // 2 :])
+    finally:
+        torch.set_num_threads(threads)

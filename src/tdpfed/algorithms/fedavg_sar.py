@@ -56,13 +56,13 @@ class FedAvgSAR(FedAvg):
     def aggregate(self, server: State, uploads: State, average: Average, turn: Turn) -> State:
         """Average the change of each coordinate over the clients that sent it."""
         del uploads
-        w, chosen = server["w"], self.subsets.of(turn)
-        nothing = torch.zeros(len(chosen), w.shape[-1], dtype=w.dtype, device=w.device)
-        change = average(
-            "values",
-            through=lambda values: nothing.scatter(-1, chosen, values - w[chosen]),
-            sent=self.subsets.mask(turn, w),
-        )
+        w, chosen, sent = server["w"], self.subsets.of(turn), self.subsets.mask(turn, server["w"])
+
+        def changes(values: Tensor) -> Tensor:
+            """Return how far the sent values are from the server's, and 0 where nothing was sent."""
+            return torch.zeros_like(sent).scatter_(-1, chosen, values).addcmul_(w, sent, value=-1)
+
+        change = average("values", through=changes, sent=sent)
         return {"w": w + change}
 
     def center(self, server: State) -> State:

@@ -17,11 +17,11 @@ from torch import Tensor
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bits32 = NDArray[np.uint32]
-Bits = TypeVar("Bits", int, Tensor, Bits32)
+Bits = TypeVar("Bits", int, Tensor)
 
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
-BLOCK = 1 << 17
+BLOCK = 1 << 19
 """Permutations of more elements are computed block by block on a CPU, which stay in its cache."""
 
 MAX_WALKS = 8
@@ -95,11 +95,21 @@ def _feistel(places: Floats, rows: Floats, columns: Floats, names: Bits32) -> Fl
     right = places - left * columns
     for turn in range(FEISTEL_ROUNDS):
         fixed, moved, length = (left, right, columns) if turn % 2 else (right, left, rows)
-        salt = mix(names ^ np.uint32(turn * 0x632BE5AB & MASK))
-        moved = moved + mix(fixed.astype(np.uint32) * np.uint32(0x9E3779B1) + salt)
-        moved -= np.floor(moved / length) * length
+        salt = _mix_(names ^ np.uint32(turn * 0x632BE5AB & MASK))
+        moved = moved + _mix_(fixed.astype(np.uint32) * np.uint32(0x9E3779B1) + salt)
+        whole = moved / length
+        moved -= np.multiply(np.floor(whole, out=whole), length, out=whole)
         left, right = (fixed, moved) if turn % 2 else (moved, fixed)
     return left * columns + right
+
+
+def _mix_(x: Bits32) -> Bits32:
+    """Scramble like :func:`mix`, in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x ^= x >> np.uint32(shift)
+        x *= np.uint32(factor)
+    x ^= x >> np.uint32(16)
+    return x
 
 
 @cache

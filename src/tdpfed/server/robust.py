@@ -98,7 +98,7 @@ def weighted_mean(uploads: Tensor, weights: Tensor) -> Tensor:
         raise TDPFedError(f"weights: the sum over {len(weights)} clients is 0, must be above 0")
     if weights.ndim == 1:
         return (weights / total).to(uploads.dtype) @ uploads
-    return ((weights / torch.where(total > 0, total, 1)).to(uploads.dtype) * uploads).sum(0)
+    return (weights / torch.where(total > 0, total, 1)).to(uploads.dtype).mul_(uploads).sum(0)
 
 
 def median(uploads: Tensor, weights: Tensor) -> Tensor:
