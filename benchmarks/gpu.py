@@ -23,8 +23,8 @@ from tdpfed.config import Config, load_config
 from tdpfed.data import Federation, make_federation
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.updates import rows_of
 from tdpfed.errors import TDPFedError
 from tdpfed.models import from_spec
 

@@ -28,6 +28,7 @@ from tdpfed.algorithms import (
     Scaffold,
     TDPFed,
 )
+from tdpfed.core.state import State
 from tdpfed.data import Federation
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.store import Store
@@ -159,7 +160,10 @@ def states(simulation: Simulation) -> dict[str, Tensor]:
 
 
 def assert_close(left: Simulation, right: Simulation, tolerance: float) -> None:
-    a, b = states(left), states(right)
+    assert_states_close(states(left), states(right), tolerance)
+
+
+def assert_states_close(a: State, b: State, tolerance: float) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert torch.allclose(value, b[name], rtol=tolerance, atol=tolerance), name

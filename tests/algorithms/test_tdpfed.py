@@ -13,8 +13,8 @@ from tdpfed.algorithms import TDPFed
 from tdpfed.core.plain import PlainLocal
 from tdpfed.core.state import Turn
 from tdpfed.cp.plan import FactorPlan
-from tdpfed.engine.runners import rows_of
 from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.updates import rows_of
 from tdpfed.errors import TDPFedError
 from tdpfed.runs.checkpoints import Checkpoints
 from tdpfed.runs.snapshot import restore, snapshot_of

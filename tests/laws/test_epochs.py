@@ -18,11 +18,14 @@ from tdpfed.config import load_config
 from tdpfed.core.draws import Stream, held_out_sizes, key, length_in_pass
 from tdpfed.core.permutation import permute
 from tdpfed.core.recipe import Optimizer
+from tdpfed.core.state import Turn
 from tdpfed.data import Federation
 from tdpfed.engine.diagnostics import Diagnostics
 from tdpfed.engine.ensemble import Ensemble
 from tdpfed.engine.simulation import Simulation
+from tdpfed.engine.updates import Updates, as_state, joined
 from tdpfed.errors import TDPFedError, each
+from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.runs.session import Session
 
 BATCH = 4
@@ -103,7 +106,7 @@ def test_a_linear_model_in_dual_form_sees_each_sample_once() -> None:
     small.assert_close(runs[0], runs[1], 1e-9)
     turn, _ = runs[0].next_turn()
     for client, size in enumerate(SIZES):
-        runner = runs[0].runner.of_size(size)
+        runner = runs[0].runner.by_size.of(size)
         positions = runner.extras(replace(turn, clients=turn.clients[client])).positions
         assert positions is not None
         seen = torch.cat([positions(t) for t in range(runner.algorithm.tau)])
@@ -118,16 +121,68 @@ def test_any_chunking_equals_none_bit_for_bit(name: str, model: str) -> None:
         assert small.equal(whole, small.train(method, 2, data=data, model=model, chunk=chunk)), chunk
 
 
-def test_seeds_together_equal_seeds_alone() -> None:
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("name", SAMPLE[:-1])
+def test_seeds_together_equal_seeds_alone(name: str, device: str) -> None:
+    """On a GPU the clients of one size of all runs are computed together; the third round replays the second."""
+
     def begin(seed: int) -> Simulation:
-        return Simulation(small.mlp(seed), federation(seed=seed), FedAvg(epochs=1, batch_size=BATCH), seed=seed)
+        data = federation(seed=seed).to(torch.device(device))
+        return Simulation(small.mlp(seed), data, methods()[name], seed=seed)
 
     together, alone = Ensemble([begin(0), begin(1)]), [begin(0), begin(1)]
-    for _ in range(2):
+    for _ in range(3):
         together.step()
         for one in alone:
             one.step()
-    assert all(small.equal(*pair) for pair in zip(together.simulations, alone, strict=True))
+    for one, other in zip(together.simulations, alone, strict=True):
+        small.assert_close(one, other, 0.0 if device == "cpu" else 1e-6)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", SAMPLE[:-1])
+def test_sizes_side_by_side_on_a_gpu_equal_the_cpu(name: str) -> None:
+    runs = [
+        Simulation(small.mlp(), federation().to(torch.device(device)), methods()[name]) for device in ("cuda", "cpu")
+    ]
+    for _ in range(4):
+        for run in runs:
+            run.step()
+    for state, value in small.states(runs[0]).items():
+        torch.testing.assert_close(value.cpu(), small.states(runs[1])[state], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SAMPLE[:-1])
+def test_what_a_gpu_computes_side_by_side_is_what_a_cpu_computes_size_by_size(name: str) -> None:
+    """The same functions without streams, of one run and of three with clients of other sizes in another order."""
+
+    def begin(seed: int) -> Simulation:
+        return Simulation(small.mlp(seed), federation(seed=seed), methods()[name], seed=seed)
+
+    runs = [begin(seed) for seed in (0, 1, 2)]
+    kept = [torch.tensor([0, 1, 2, 3, 4]), torch.tensor([3, 1]), torch.tensor([4, 2, 0])]
+    states, expected, sizes = list[Any](), list[Updates](), list[list[int]]()
+    for run, clients in zip(runs, kept, strict=True):
+        turn, private = Turn(run.seed, 1, clients), run.own_rows(clients)
+        states += [run.broadcast.known, private, as_state(turn)]
+        sizes.append([SIZES[client] for client in clients])
+        expected.append(run.runner.run(run.broadcast.known, private, turn))
+        alone = run.runner.by_size._on_streams(sizes[-1])(*states[-3:])
+        for found, part in zip(alone, expected[-1].parts, strict=True):
+            small.assert_states_close(found, part, 1e-9)
+    whole = joined(expected)
+    for found, part in zip(Ensemble(runs)._by_size(sizes)(*states), whole.parts, strict=True):
+        small.assert_states_close(found, part, 1e-9)
+
+
+def test_a_round_of_too_many_steps_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Simulation(small.mlp(), federation(), FedAvg(epochs=1, batch_size=BATCH))
+    assert isinstance(run.runner.by_size._on_streams(list(SIZES)), Graphed)
+    monkeypatch.setattr("tdpfed.engine.by_size.MOST_STEPS", 6)  # sizes 1, 3, 8 and 9 take 1 + 1 + 2 + 3
+    assert not isinstance(run.runner.by_size._on_streams(list(SIZES)), Graphed)
 
 
 def test_steps_are_those_of_the_passes_rounded_and_at_least_one() -> None:
@@ -153,7 +208,7 @@ def test_samples_that_are_held_out_are_not_passed_through() -> None:
     turn, _ = run.next_turn()
     kept = data.train_size - held_out_sizes(data.train_size, 0.5)
     for client, size in enumerate(kept.tolist()):
-        runner = run.runner.of_size(size)
+        runner = run.runner.by_size.of(size)
         alone = replace(turn, clients=turn.clients[client])
         seen = torch.cat([runner.batches(alone)(t)[0] for t in range(runner.algorithm.tau)]).flatten(1)
         held = runner.extras(alone).validation

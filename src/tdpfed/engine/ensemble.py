@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tdpfed.core.local import Batch, Extras
 from tdpfed.core.state import State, Turn
+from tdpfed.engine.by_size import in_groups, in_order, part_of
 from tdpfed.engine.precision import arithmetic
-from tdpfed.engine.runners import MIN_CLIENTS, as_state
+from tdpfed.engine.runners import MIN_CLIENTS, Runner
 from tdpfed.engine.simulation import Simulation
-from tdpfed.engine.updates import Updates
+from tdpfed.engine.updates import Updates, as_state, rows_of
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.cuda_graphs import Graphed
+from tdpfed.fast.cuda_graphs import Graphed, LatestGraphed
+from tdpfed.fast.gpu import side_by_side
 
 
 class Ensemble:
@@ -39,19 +41,23 @@ class Ensemble:
         """Advance every simulation by a round; return for each the error that stopped it, or None."""
         turns = [simulation.next_turn()[0] for simulation in self.simulations]
         runner, clients = self.simulations[0].runner, sum(len(turn.clients) for turn in turns)
+        on_cpu = not turns[0].clients.is_cuda
         if (
             runner.kind != "batched"
-            or runner.algorithm.epochs is not None  # clients of one size are computed together, not of one round
             or not self._one_objective
             or not MIN_CLIENTS <= clients <= (runner.chunk or runner.fitting)
-            or (not turns[0].clients.is_cuda and runner.lanes(clients) != (1, 1))  # one run fills all threads
+            or (on_cpu and runner.algorithm.epochs is not None)  # there clients of one run fill all threads
+            or (on_cpu and runner.lanes(clients) != (1, 1))
         ):
             return [error_of(simulation.step) for simulation in self.simulations]
         states: list[State] = []
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.broadcast.known, simulation.own_rows(turn.clients), as_state(turn)]
-        compute = partial(self._graphed if runner.graphs and turns[0].clients.is_cuda else self._computed, *states)
-        on_cpu = turns[0].clients.device.type == "cpu"
+        if runner.algorithm.epochs is not None:
+            function = self._by_size([self._sizes(n, turn) for n, turn in enumerate(turns)])
+        else:
+            function = self._graphed if runner.graphs and not on_cpu else self._computed
+        compute = partial(function, *states)
         with arithmetic(runner.precision):
             together = Updates(*(runner.groups.compute([compute], 1, 1)[0] if on_cpu else compute()))
         begin, errors = 0, []
@@ -67,20 +73,54 @@ class Ensemble:
         return errors
 
     def _computed(self, *states: State) -> tuple[State, ...]:
-        algorithm, runner = self.simulations[0].algorithm, self.simulations[0].runner
-        servers, private, places = states[0::3], states[1::3], states[2::3]
-        turns = [Turn(**place) for place in places]
-        messages = [algorithm.broadcast(server, turn) for server, turn in zip(servers, turns, strict=True)]
-        draws = [simulation.runner.batches(turn) for simulation, turn in zip(self.simulations, turns, strict=True)]
-        seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
-        turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
-        pairs = zip(self.simulations, turns, strict=True)
-        local = runner.local(turn, _concatenated(draws), _together([one.runner.extras(turn) for one, turn in pairs]))
-        return runner.updated(_joined(messages), _joined(private), local)
+        runners = [simulation.runner for simulation in self.simulations]
+        return computed_together(runners, states[0::3], states[1::3], [Turn(**place) for place in states[2::3]])
+
+    def _sizes(self, run: int, turn: Turn) -> list[int]:
+        sizes: list[int] = self.simulations[run].runner.sizes(int(turn.round))[turn.clients.cpu()].tolist()
+        return sizes
+
+    def _by_size(self, sizes: list[list[int]]) -> Callable[..., tuple[State, ...]]:
+        """Return the function for clients that pass through all their samples: equal sizes of all runs together."""
+        runners = [simulation.runner for simulation in self.simulations]
+        device = runners[0].federation.device
+        groups, back = in_groups(sizes, device)
+
+        def computed(*states: State) -> tuple[State, ...]:
+            servers, private, turns = states[0::3], states[1::3], [Turn(**place) for place in states[2::3]]
+            found: list[Updates] = []
+            with side_by_side(device) as lane:
+                for size, places in groups:
+                    with lane():
+                        own = [runners[n].by_size.of(size, alike=False) for n, _ in places]
+                        rows = [rows_of(private[n], rows) for n, rows in places]
+                        parts = [part_of(turns[n], rows) for n, rows in places]
+                        found.append(Updates(*computed_together(own, [servers[n] for n, _ in places], rows, parts)))
+            return in_order(found, back).parts
+
+        recorded = runners[0].graphs and runners[0].by_size.recordable(groups)
+        return self._rounds.of(tuple(map(tuple, sizes)), computed) if recorded else computed
+
+    @cached_property
+    def _rounds(self) -> LatestGraphed:
+        return LatestGraphed()
 
     @cached_property
     def _graphed(self) -> Graphed:
         return Graphed(self._computed)
+
+
+def computed_together(
+    runners: Sequence[Runner], servers: Sequence[State], private: Sequence[State], turns: Sequence[Turn]
+) -> tuple[State, ...]:
+    """Return the results of the clients of several runs, run after run."""
+    first, pairs = runners[0], list(zip(runners, turns, strict=True))
+    messages = [first.algorithm.broadcast(server, turn) for server, turn in zip(servers, turns, strict=True)]
+    draws = [runner.batches(turn) for runner, turn in pairs]
+    seeds = [torch.as_tensor(turn.seed, device=turn.clients.device).expand_as(turn.clients) for turn in turns]
+    turn = Turn(torch.cat(seeds), turns[0].round, torch.cat([turn.clients for turn in turns]))
+    local = first.local(turn, _concatenated(draws), _together([runner.extras(turn) for runner, turn in pairs]))
+    return first.updated(_joined(messages), _joined(private), local)
 
 
 def _kind(simulation: Simulation) -> tuple[object, ...]:

@@ -26,8 +26,9 @@ from tdpfed.core.state import State, Turn
 from tdpfed.core.threads import ONE_THREAD_PARAMETERS
 from tdpfed.data.federation import Federation
 from tdpfed.engine.augment import augmented
+from tdpfed.engine.by_size import BySize
 from tdpfed.engine.precision import Precision, arithmetic
-from tdpfed.engine.updates import Updates, joined, with_finiteness
+from tdpfed.engine.updates import Updates, as_state, joined, rows_of, with_finiteness
 from tdpfed.fast.ahead import Ahead
 from tdpfed.fast.client_groups import QUIET_PARAMETERS, Groups
 from tdpfed.fast.cuda_graphs import Graphed
@@ -78,55 +79,28 @@ class Runner:
         count = len(turn.clients)
         with arithmetic(self.precision):
             if self.algorithm.epochs is not None:
-                return self._run_by_size(server, private, turn, participants or count)
+                return self.by_size.run(server, private, turn, participants or count)
             if self.kind == "loop":
-                return joined([self._run_one(server, private, turn, row) for row in range(count)])
-            return joined(self._compute(self._tasks(server, private, turn), participants or count))
+                return joined([self.run_one(server, private, turn, row) for row in range(count)])
+            return joined(self.compute(self.tasks(server, private, turn), participants or count))
 
-    def _tasks(self, server: State, private: State, turn: Turn) -> list[Callable[[], Updates]]:
+    def tasks(self, server: State, private: State, turn: Turn) -> list[Callable[[], Updates]]:
         """Return the work of the turn's clients, chunk by chunk."""
         count, on_cpu = len(turn.clients), turn.clients.device.type == "cpu"
         draw_once = count * self.algorithm.draws * self.algorithm.batch_size <= SAMPLES_DRAWN_TOGETHER
         index = self._drawn_once(turn) if on_cpu and draw_once else None
         return [partial(self._run_chunk, server, private, turn, rows, index) for rows in self._chunks(count)]
 
-    def _compute(self, tasks: list[Callable[[], Updates]], participants: int) -> list[Updates]:
+    def compute(self, tasks: list[Callable[[], Updates]], participants: int) -> list[Updates]:
+        """Do the work of chunks: on a CPU several at a time."""
         if self.federation.device.type != "cpu":
             return [task() for task in tasks]
         return self.groups.compute(tasks, *self.lanes(participants))
 
-    def _run_by_size(self, server: State, private: State, turn: Turn, participants: int) -> Updates:
-        """Run clients that pass through all their samples: those with equally many together, as they take equal steps.
-
-        So every computation has clients of one size, and no method needs to know about the others.
-        """
-        every = self._sizes(int(turn.round))
-        sizes = every[turn.clients.cpu()]
-        tasks: list[Callable[[], Updates]] = []
-        groups = [
-            (size, (sizes == size).nonzero().flatten().to(turn.clients.device)) for size in sizes.unique().tolist()
-        ]
-        for size, rows in groups:
-            runner = self.of_size(size, alike=bool((every == size).all()))
-            group, kept = replace(turn, clients=turn.clients[rows]), rows_of(private, rows)
-            if self.kind == "loop":
-                tasks += [partial(runner._run_one, server, kept, group, row) for row in range(len(rows))]
-            else:
-                tasks += runner._tasks(server, kept, group)
-        done = [task() for task in tasks] if self.kind == "loop" else self._compute(tasks, participants)
-        found, back = joined(done), torch.cat([rows for _, rows in groups]).argsort()
-        return found if len(groups) == 1 else Updates(*(rows_of(part, back) for part in found.parts))
-
-    def of_size(self, size: int, *, alike: bool = True) -> "Runner":
-        """Return the runner of clients that pass through so many training samples; ``alike``: all clients do.
-
-        Otherwise rounds are not recorded: a recording for each size would fill a GPU's memory.
-        """
-        if size not in self._by_size:
-            made = replace(self, algorithm=self.algorithm.of_size(size), passing=size, graphs=self.graphs and alike)
-            vars(made).update(gradient=self.gradient, used=self.used, groups=self.groups, fitting=self.fitting)
-            self._by_size[size] = made
-        return self._by_size[size]
+    @cached_property
+    def by_size(self) -> BySize:
+        """Runs the clients if each passes through all its samples."""
+        return BySize(self)
 
     def receive(self, server: State, private: State, turn: Turn) -> Tensor:
         """Return the parameters ``(n, P)`` that the turn's clients use once they have the message."""
@@ -138,11 +112,7 @@ class Runner:
         vars(made).update(gradient=self.gradient, groups=self.groups, fitting=self.fitting)
         return made
 
-    @cached_property
-    def _by_size(self) -> dict[int, "Runner"]:
-        return {}
-
-    def _sizes(self, round_: int) -> Tensor:
+    def sizes(self, round_: int) -> Tensor:
         """Return the number of samples that each client trains on in a round, ``(K,)``: without those held out."""
         size = self.federation.train_size.cpu()
         return size - self.held_out.sizes_in(size, round_)
@@ -208,7 +178,7 @@ class Runner:
     def _ahead(self) -> Ahead:
         return Ahead(self._drawn)
 
-    def _run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
+    def run_one(self, server: State, private: State, turn: Turn, row: int) -> Updates:
         """Run a single client with the plain local work."""
         alone = replace(turn, clients=turn.clients[row])
         objective = self.objective
@@ -322,16 +292,3 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values[index]
     return values.index_select(0, index.reshape(-1)).reshape(*index.shape, *values.shape[1:])
-
-
-def as_state(turn: Turn) -> State:
-    """Return a turn as tensors on its clients' device."""
-    scalars = {"seed": turn.seed, "round": turn.round}
-    device = turn.clients.device
-    numbers = {name: v if isinstance(v, Tensor) else torch.full((), v, device=device) for name, v in scalars.items()}
-    return {**numbers, "clients": turn.clients}
-
-
-def rows_of(state: State, clients: Tensor) -> State:
-    """Return the rows of the given clients."""
-    return {name: rows[clients] for name, rows in state.items()}

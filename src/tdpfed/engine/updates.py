@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tdpfed.core.state import State
+from tdpfed.core.state import State, Turn
 from tdpfed.wire.codecs import finite
 
 FINITE = "finite"
@@ -51,3 +51,16 @@ def joined(parts: list[Updates]) -> Updates:
         return joined
 
     return Updates(*(join(list(part)) for part in zip(*(updates.parts for updates in parts), strict=True)))
+
+
+def as_state(turn: Turn) -> State:
+    """Return a turn as tensors on its clients' device."""
+    scalars = {"seed": turn.seed, "round": turn.round}
+    device = turn.clients.device
+    numbers = {name: v if isinstance(v, Tensor) else torch.full((), v, device=device) for name, v in scalars.items()}
+    return {**numbers, "clients": turn.clients}
+
+
+def rows_of(state: State, clients: Tensor) -> State:
+    """Return the rows of the given clients."""
+    return {name: rows[clients] for name, rows in state.items()}

@@ -11,7 +11,7 @@ from tdpfed.core.state import State, Turn, layouts_of
 from tdpfed.engine import attacks
 from tdpfed.engine.attacks import Attack
 from tdpfed.engine.processes import Ranks
-from tdpfed.engine.runners import as_state
+from tdpfed.engine.updates import as_state
 from tdpfed.errors import wrong
 from tdpfed.fast.cuda_graphs import Graphed
 from tdpfed.fast.gpu import side_by_side

@@ -15,6 +15,9 @@ from tdpfed.core.state import State
 
 States = tuple[State, ...]
 
+KEYS = 2
+"""Maximum number of functions of different keys."""
+
 RECORDINGS = 4
 """Maximum number of recorded graphs, one per kind of input; each keeps the memory of its intermediates."""
 
@@ -79,3 +82,18 @@ class Graphed:
             torch.cuda.synchronize()
             return None
         return _Recording(graph, inputs, outputs)
+
+
+class LatestGraphed:
+    """Functions by a key, each recorded when it is called again; the latest few are kept."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[object, Graphed] = OrderedDict()
+
+    def of(self, key: object, function: Callable[..., States]) -> Graphed:
+        """Return the recorded function of a key: that given first, while it is kept."""
+        known = self._known.setdefault(key, Graphed(function))
+        self._known.move_to_end(key)
+        while len(self._known) > KEYS:
+            self._known.popitem(last=False)
+        return known

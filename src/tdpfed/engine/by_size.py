@@ -1,0 +1,106 @@
+"""Clients that pass through all their samples: those with equally many together, as they take equal steps.
+
+So every computation has clients of one size, and no method needs to know about the others. On a GPU the sizes are
+computed side by side, and a round with the same sizes again is replayed as one graph: a few clients do not fill a GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tdpfed.core.state import State, Turn
+from tdpfed.engine.updates import Updates, as_state, joined, rows_of
+from tdpfed.fast.cuda_graphs import LatestGraphed
+from tdpfed.fast.gpu import side_by_side
+
+if TYPE_CHECKING:
+    from tdpfed.engine.runners import Runner
+
+MOST_STEPS = 20_000
+"""A round with more steps, those of all sizes together, is not recorded: its graph would take gigabytes."""
+
+
+class BySize:
+    """Runs clients of one federation, whose ``epochs`` are passes through their own samples."""
+
+    def __init__(self, runner: "Runner") -> None:
+        self._runner = runner
+        self._runners: dict[int, Runner] = {}
+        self._rounds = LatestGraphed()
+
+    def of(self, size: int, *, alike: bool = True) -> "Runner":
+        """Return the runner of clients that pass through so many training samples; ``alike``: all clients do.
+
+        Otherwise its rounds are not recorded, only those of all sizes together.
+        """
+        if size not in self._runners:
+            own = self._runner
+            made = replace(own, algorithm=own.algorithm.of_size(size), passing=size, graphs=own.graphs and alike)
+            vars(made).update(gradient=own.gradient, used=own.used, groups=own.groups, fitting=own.fitting)
+            self._runners[size] = made
+        return self._runners[size]
+
+    def run(self, server: State, private: State, turn: Turn, participants: int) -> Updates:
+        """Run the turn's clients, as :meth:`Runner.run` does."""
+        own = self._runner
+        every = own.sizes(int(turn.round))
+        sizes, alike = every[turn.clients.cpu()].tolist(), bool((every == every[:1]).all())
+        if turn.clients.is_cuda and own.kind == "batched" and own.graphs and not alike:
+            return Updates(*self._on_streams(sizes)(server, private, as_state(turn)))
+        groups, back = in_groups([sizes], turn.clients.device)
+        tasks: list[Callable[[], Updates]] = []
+        for size, [(_, rows)] in groups:
+            runner, group, kept = self.of(size, alike=alike), part_of(turn, rows), rows_of(private, rows)
+            if own.kind == "loop":
+                tasks += [partial(runner.run_one, server, kept, group, row) for row in range(len(rows))]
+            else:
+                tasks += runner.tasks(server, kept, group)
+        return in_order([task() for task in tasks] if own.kind == "loop" else own.compute(tasks, participants), back)
+
+    def _on_streams(self, sizes: list[int]) -> Callable[..., tuple[State, ...]]:
+        device = self._runner.federation.device
+        groups, back = in_groups([sizes], device)
+
+        def computed(server: State, private: State, place: State) -> tuple[State, ...]:
+            turn, found = Turn(**place), list[Updates]()
+            with side_by_side(device) as lane:
+                for size, [(_, rows)] in groups:
+                    with lane():
+                        tasks = self.of(size, alike=False).tasks(server, rows_of(private, rows), part_of(turn, rows))
+                        found += [task() for task in tasks]
+            return in_order(found, back).parts
+
+        return self._rounds.of(tuple(sizes), computed) if self.recordable(groups) else computed
+
+    def recordable(self, groups: "Groups") -> bool:
+        """Whether a round of these sizes can be one graph."""
+        return sum(self.of(size, alike=False).algorithm.draws for size, _ in groups) <= MOST_STEPS
+
+
+Groups = list[tuple[int, list[tuple[int, Tensor]]]]
+"""By size: which runs have such clients, and their places among the run's clients."""
+
+
+def in_groups(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Groups, Tensor]:
+    """Return the clients of several runs by size, and what brings results in that order back to run after run."""
+    begins = [sum(map(len, sizes[:n])) for n in range(len(sizes))]
+    groups: Groups = []
+    for size in sorted({size for own in sizes for size in own}):
+        places = [(n, torch.tensor([row for row, one in enumerate(own) if one == size])) for n, own in enumerate(sizes)]
+        groups.append((size, [(n, rows) for n, rows in places if len(rows)]))
+    order = torch.cat([rows + begins[n] for _, places in groups for n, rows in places])
+    return [(size, [(n, rows.to(device)) for n, rows in places]) for size, places in groups], order.argsort().to(device)
+
+
+def part_of(turn: Turn, rows: Tensor) -> Turn:
+    """Return a turn with some of its clients."""
+    return replace(turn, clients=turn.clients[rows])
+
+
+def in_order(found: list[Updates], back: Tensor) -> Updates:
+    """Return the results of groups in the order of the clients."""
+    return found[0] if len(found) == 1 else Updates(*(rows_of(part, back) for part in joined(found).parts))
