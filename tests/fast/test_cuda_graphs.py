@@ -1,5 +1,6 @@
 """A round replayed as a CUDA graph is the round itself, and a GPU agrees with a CPU, where there is one."""
 
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import small
 from tdpfed import FedAvg, Wire
 from tdpfed.engine.simulation import Simulation
-from tdpfed.fast.cuda_graphs import RECORDINGS, Graphed
+from tdpfed.fast.cuda_graphs import RECORDINGS, Graphed, Latest
 
 WIRES = {
     "factors": Wire(update="factors", terms=2),
@@ -92,3 +93,15 @@ def test_what_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         assert graphed({"x": torch.zeros(2)})[0]["y"].tolist() == [1, 1]
     assert not graphed._recordable
+
+
+def test_the_latest_functions_are_kept() -> None:
+    made: list[int] = []
+
+    def make(key: int) -> Any:
+        made.append(key)
+        return lambda: key
+
+    latest: Any = Latest()
+    assert [latest.of(key, partial(make, key))() for key in (1, 1, 2, 1, 3, 1, 2)] == [1, 1, 2, 1, 3, 1, 2]
+    assert made == [1, 2, 3, 2]

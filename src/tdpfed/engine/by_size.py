@@ -14,11 +14,13 @@ from torch import Tensor
 
 from tdpfed.core.state import State, Turn
 from tdpfed.engine.updates import Updates, as_state, joined, rows_of
-from tdpfed.fast.cuda_graphs import LatestGraphed
+from tdpfed.fast.cuda_graphs import Graphed, Latest
 from tdpfed.fast.gpu import side_by_side
 
 if TYPE_CHECKING:
     from tdpfed.engine.runners import Runner
+
+Round = Callable[..., tuple[State, ...]]
 
 MOST_STEPS = 20_000
 """A round with more steps, those of all sizes together, is not recorded: its graph would take gigabytes."""
@@ -29,20 +31,20 @@ class BySize:
 
     def __init__(self, runner: "Runner") -> None:
         self._runner = runner
-        self._runners: dict[int, Runner] = {}
-        self._rounds = LatestGraphed()
+        self._runners: dict[tuple[int, bool], Runner] = {}
+        self._rounds = Latest()
 
     def of(self, size: int, *, alike: bool = True) -> "Runner":
         """Return the runner of clients that pass through so many training samples; ``alike``: all clients do.
 
         Otherwise its rounds are not recorded, only those of all sizes together.
         """
-        if size not in self._runners:
+        if (size, alike) not in self._runners:
             own = self._runner
             made = replace(own, algorithm=own.algorithm.of_size(size), passing=size, graphs=own.graphs and alike)
             vars(made).update(gradient=own.gradient, used=own.used, groups=own.groups, fitting=own.fitting)
-            self._runners[size] = made
-        return self._runners[size]
+            self._runners[size, alike] = made
+        return self._runners[size, alike]
 
     def run(self, server: State, private: State, turn: Turn, participants: int) -> Updates:
         """Run the turn's clients, as :meth:`Runner.run` does."""
@@ -50,7 +52,8 @@ class BySize:
         every = own.sizes(int(turn.round))
         sizes, alike = every[turn.clients.cpu()].tolist(), bool((every == every[:1]).all())
         if turn.clients.is_cuda and own.kind == "batched" and own.graphs and not alike:
-            return Updates(*self._on_streams(sizes)(server, private, as_state(turn)))
+            compute = self._rounds.of(tuple(sizes), lambda: self._on_streams(sizes))
+            return Updates(*compute(server, private, as_state(turn)))
         groups, back = in_groups([sizes], turn.clients.device)
         tasks: list[Callable[[], Updates]] = []
         for size, [(_, rows)] in groups:
@@ -61,7 +64,7 @@ class BySize:
                 tasks += runner.tasks(server, kept, group)
         return in_order([task() for task in tasks] if own.kind == "loop" else own.compute(tasks, participants), back)
 
-    def _on_streams(self, sizes: list[int]) -> Callable[..., tuple[State, ...]]:
+    def _on_streams(self, sizes: list[int]) -> Round:
         device = self._runner.federation.device
         groups, back = in_groups([sizes], device)
 
@@ -74,11 +77,14 @@ class BySize:
                         found += [task() for task in tasks]
             return in_order(found, back).parts
 
-        return self._rounds.of(tuple(sizes), computed) if self.recordable(groups) else computed
+        return self.recorded(computed, groups)
 
-    def recordable(self, groups: "Groups") -> bool:
-        """Whether a round of these sizes can be one graph."""
-        return sum(self.of(size, alike=False).algorithm.draws for size, _ in groups) <= MOST_STEPS
+    def recorded(
+        self, function: Callable[..., tuple[State, ...]], groups: "Groups"
+    ) -> Callable[..., tuple[State, ...]]:
+        """Return the function of a round as one graph, or as it is if it takes too many steps."""
+        steps = sum(self.of(size, alike=False).algorithm.draws for size, _ in groups)
+        return Graphed(function) if self._runner.graphs and steps <= MOST_STEPS else function
 
 
 Groups = list[tuple[int, list[tuple[int, Tensor]]]]

@@ -18,7 +18,7 @@ from tdpfed.engine.runners import MIN_CLIENTS, Runner
 from tdpfed.engine.simulation import Simulation
 from tdpfed.engine.updates import Updates, as_state, rows_of
 from tdpfed.errors import TDPFedError
-from tdpfed.fast.cuda_graphs import Graphed, LatestGraphed
+from tdpfed.fast.cuda_graphs import Graphed, Latest
 from tdpfed.fast.gpu import side_by_side
 
 
@@ -54,7 +54,8 @@ class Ensemble:
         for simulation, turn in zip(self.simulations, turns, strict=True):
             states += [simulation.broadcast.known, simulation.own_rows(turn.clients), as_state(turn)]
         if runner.algorithm.epochs is not None:
-            function = self._by_size([self._sizes(n, turn) for n, turn in enumerate(turns)])
+            sizes = [self._sizes(n, turn) for n, turn in enumerate(turns)]
+            function = self._rounds.of(tuple(map(tuple, sizes)), partial(self._by_size, sizes))
         else:
             function = self._graphed if runner.graphs and not on_cpu else self._computed
         compute = partial(function, *states)
@@ -98,12 +99,11 @@ class Ensemble:
                         found.append(Updates(*computed_together(own, [servers[n] for n, _ in places], rows, parts)))
             return in_order(found, back).parts
 
-        recorded = runners[0].graphs and runners[0].by_size.recordable(groups)
-        return self._rounds.of(tuple(map(tuple, sizes)), computed) if recorded else computed
+        return runners[0].by_size.recorded(computed, groups)
 
     @cached_property
-    def _rounds(self) -> LatestGraphed:
-        return LatestGraphed()
+    def _rounds(self) -> Latest:
+        return Latest()
 
     @cached_property
     def _graphed(self) -> Graphed:

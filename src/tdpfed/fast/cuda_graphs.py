@@ -84,16 +84,17 @@ class Graphed:
         return _Recording(graph, inputs, outputs)
 
 
-class LatestGraphed:
-    """Functions by a key, each recorded when it is called again; the latest few are kept."""
+class Latest:
+    """Functions by a key; the latest few are kept, with what they have recorded."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[object, Graphed] = OrderedDict()
+        self._known: OrderedDict[object, Callable[..., States]] = OrderedDict()
 
-    def of(self, key: object, function: Callable[..., States]) -> Graphed:
-        """Return the recorded function of a key: that given first, while it is kept."""
-        known = self._known.setdefault(key, Graphed(function))
+    def of(self, key: object, make: Callable[[], Callable[..., States]]) -> Callable[..., States]:
+        """Return the function of a key: that made first, while it is kept."""
+        if key not in self._known:
+            self._known[key] = make()
         self._known.move_to_end(key)
         while len(self._known) > KEYS:
             self._known.popitem(last=False)
-        return known
+        return self._known[key]
