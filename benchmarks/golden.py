@@ -145,18 +145,26 @@ def _farthest(before: Any, now: Any, name: str, options: argparse.Namespace) -> 
     if not all(file.exists() for file in files):
         return math.inf
     old, new = map(load_file, files)
-    found += [_relative(old[key].double(), new[key].double()) for key in old.keys() & new.keys()]
-    for one, other in zip(before.get("records", []), now.get("records", []), strict=False):
+    if old.keys() - new.keys():  # a new version may keep more
+        return math.inf
+    found += [_relative(old[key].double(), new[key].double()) for key in old]
+    for one, other in zip(before.get("records", []), now.get("records", []), strict=True):
         for key in one.keys() & other.keys() - set(options.ignore):
             if isinstance(one[key], float) and isinstance(other[key], float):
                 found.append(_relative(torch.tensor(one[key]), torch.tensor(other[key])))
+            elif one[key] != other[key]:
+                return math.inf
     return max(found)
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
+    """Return the relative difference; infinite if numbers differ that are not finite."""
     if one.shape != other.shape:
         return math.inf
-    return float((one - other).norm() / one.norm().clamp_min(1e-12))
+    known = one.isfinite()
+    if not torch.equal(one[~known].nan_to_num(), other[~known].nan_to_num()) or not bool(other[known].isfinite().all()):
+        return math.inf
+    return float((one - other)[known].norm() / one[known].norm().clamp_min(1e-12))
 
 
 def _resumed(name: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

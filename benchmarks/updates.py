@@ -32,8 +32,8 @@ Finished = Mapping[str, Groups]
 COLORS = looks.COLORS[:7]
 DENSE = "FedAvg"
 FACTORS = ("FedAvg, 8 terms", "FedAvg, 4 terms", "FedAvg, 2 terms", "FedAvg, 1 term")
-EQUAL = 1e-9
-"""Accuracies that differ by less are equal: means of three are rounded."""
+EQUAL = 5e-5
+"""Accuracies that differ by less are equal: they are shown in percent with two digits."""
 
 RIVALS = {"FedAvg, 4 terms": ("FedAvg, top-k like 4 terms", "FedAvg, int8", "FedAvg, int4")}
 """What a form is compared with at equal bytes."""
@@ -101,15 +101,14 @@ def equal_bytes(finished: Finished) -> list[str]:
         lines += [f"| personalized % | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
         places: dict[str, list[str]] = {"the best": [], "equal to the best": [], "not the best": []}
         for setting, groups in finished.items():
-            if not all(name in groups for name in (ours, *rivals)):
-                continue
             limit, own = (mean(groups[ours], key) for key in ("uplink_bytes", "personalized_accuracy"))
-            others = [at_bytes(groups[name], limit) for name in rivals]
+            others = [at_bytes(groups[name], limit) if name in groups else (-math.inf, 0.0) for name in rivals]
             best = max(own, *(accuracy for accuracy, _ in others))
             cells = [f"{100 * own:.2f}"] + [
                 f"{100 * accuracy:.2f}" + (f" ({sent / limit:.0f}x the bytes)" if sent > 1.05 * limit else "")
                 for accuracy, sent in others
             ]
+            cells = ["-" if cell == "-inf" else cell for cell in cells]
             bold = [accuracy > best - EQUAL for accuracy in (own, *(accuracy for accuracy, _ in others))]
             cells = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, bold, strict=True)]
             lines.append(f"| {setting} | {' | '.join(cells)} |")

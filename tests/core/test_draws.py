@@ -163,7 +163,7 @@ def test_uniform_is_uniform_and_neighbors_are_unrelated() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_permutation_is_the_one_of_the_cpu() -> None:
-    size = torch.tensor([1, 2, 3, 80, 81, 82, 1000, 12345])[:, None]
+    size = torch.tensor([1, 2, 3, 80, 81, 82, 1000, 12345, 2**31 - 1, 2**31, 2**32 + 1])[:, None]
     index = torch.arange(3000)[None] % size
     bits = key(5, Stream.BATCH, torch.arange(len(size))[:, None])
     ours = permute(index.cuda(), size.cuda(), bits.cuda()).cpu()

@@ -157,7 +157,7 @@ def test_divergence_names_the_client_and_leaves_the_state_before_it(device: str)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_divergence_is_told_before_what_follows_from_it(device: str) -> None:
+def test_divergence_is_reported_instead_of_the_errors_it_causes(device: str) -> None:
     turn, flags = Turn(0, 4, torch.tensor([5, 8])), torch.tensor([True, False], device=device)
     updates = Updates({}, {}, {FINITE: flags})
     with (

@@ -1,5 +1,6 @@
 """The server's half of a round by itself: who is let in, what each counts, and what it says when it cannot."""
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tdpfed.server.gate import accepted, only, refusals
 from tdpfed.server.participation import Participation
 from tdpfed.server.privacy import Accountant, Privacy
 from tdpfed.server.robust import Rule
-from tdpfed.server.round import ServerRound, diverged, initial_state
+from tdpfed.server.round import ServerRound, diverged, initial_state, is_finite
 
 LAYOUT = Layout.of(small.mlp())
 TURN = Turn(0, 4, torch.tensor([2, 3, 7, 8]))
@@ -119,3 +120,16 @@ def test_divergence_names_the_rates() -> None:
         "lower the learning rates (eta=0.5, eta_p=0.25), or stop"
     )
     assert "parameters are" in str(diverged(FedAvg(), 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_state_is_finite_if_all_its_numbers_are(dtype: torch.dtype) -> None:
+    fine = {"a": torch.tensor([-3.0, 2.0], dtype=dtype), "none": torch.empty(0), "counts": torch.tensor([7])}
+    assert is_finite(fine)
+    assert is_finite({})
+    for bad in (math.nan, math.inf, -math.inf):
+        for place in (0, 1):
+            value = fine["a"].clone()
+            value[place] = bad
+            assert not is_finite({**fine, "a": value})
+            assert not is_finite({"first": value.double(), **fine})

@@ -1,8 +1,8 @@
 """Counter-based random draws: every draw is a pure function of its position, so the order of draws does not matter.
 
 A minibatch is a function of (seed, round, client, step), the selection of a client one of (seed, round, client), and so
-on. The runner, the order or chunking of clients, the device and a resumed run do not change the draws. All is integer
-arithmetic modulo 2^32 in int64 tensors (a product may wrap, its low bits are right), the same on CPU and GPU.
+on. The runner, the order or chunking of clients, the device and a resumed run do not change the draws. Keys are whole
+numbers modulo 2^32 in int64 tensors (a product may wrap, its low bits are right), the same on CPU and GPU.
 """
 
 import math

@@ -15,11 +15,11 @@ from torch import Tensor
 Moments = tuple[Tensor, ...]
 T = TypeVar("T", float, Tensor)
 
-TOGETHER = 64
+VECTOR_VALUES = 64
 """A multiple of the number of values that any processor computes at a time."""
 
-ONE_THREAD = 1 << 15
-"""PyTorch computes this many values on one thread."""
+VALUES_ON_ONE_THREAD = 1 << 15
+"""PyTorch computes at most this many values on one thread."""
 
 
 class Optimizer(NamedTuple):
@@ -40,16 +40,16 @@ def within_float32(value: float) -> float:
 
 
 def logistic(x: Tensor, scale: float) -> Tensor:
-    """Return ``1 / (1 + exp(-scale x))``. A value's last bits do not depend on its place, as those of torch.sigmoid do.
+    """Return ``1 / (1 + exp(-scale x))``. Unlike torch.sigmoid's, a value's bits do not depend on its place.
 
     Processors compute several values at a time, by another algorithm than the few that are left at a tensor's end. So
     rows are filled up, and computed in pieces that no threads share.
     """
     length, factor = x.shape[-1], within_float32(-scale * math.log2(math.e))
-    filled = x.new_empty(*x.shape[:-1], -(-length // TOGETHER) * TOGETHER)
+    filled = x.new_empty(*x.shape[:-1], -(-length // VECTOR_VALUES) * VECTOR_VALUES)
     filled[..., length:] = 0
     torch.mul(x, factor, out=filled[..., :length])
-    for piece in filled.view(-1).split(max(1, filled.numel()) if x.is_cuda else ONE_THREAD):
+    for piece in filled.view(-1).split(max(1, filled.numel()) if x.is_cuda else VALUES_ON_ONE_THREAD):
         piece.exp2_()  # a third of the time of exp
     return filled.add_(1).reciprocal_()[..., :length]
 

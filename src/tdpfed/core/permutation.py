@@ -1,6 +1,6 @@
-"""Random permutations of any size that nothing stores: where one place goes is a function of the place and a name.
+"""Random permutations that are computed, not stored: where an index goes follows from it, the size and a 32-bit key.
 
-All is integer arithmetic modulo 2^32, so a CPU and a GPU find the same.
+Exact for sizes below 2^53, and the same on a CPU and a GPU.
 """
 
 import math
@@ -22,7 +22,7 @@ Bits = TypeVar("Bits", int, Tensor)
 MASK = 0xFFFFFFFF
 FEISTEL_ROUNDS = 6
 BLOCK = 1 << 19
-"""Permutations of more elements are computed block by block on a CPU, which stay in its cache."""
+"""On a CPU permutations of more elements are computed block by block, to limit memory."""
 
 MAX_WALKS = 8
 """Most steps until a permutation is back in its range: enough up to size 81, above except with probability 1e-9."""
@@ -67,35 +67,35 @@ def _permuted(index: Integers, size: Integers, bits: Integers) -> Integers:
 
 
 def _permuted_block(index: Integers, size: Integers, bits: Integers) -> Integers:
-    places, sizes, names = index.astype(np.float64), size.astype(np.float64), bits.astype(np.uint32)
+    places, sizes, keys = index.astype(np.float64), size.astype(np.float64), bits.astype(np.uint32)
     columns = np.ceil(np.sqrt(sizes))
     rows = np.ceil(sizes / columns)
-    found = _feistel(places, rows, columns, names)
+    found = _feistel(places, rows, columns, keys)
     outside = np.nonzero(found >= sizes)
     if len(outside[0]):
-        grid = [np.broadcast_to(array, found.shape)[outside] for array in (sizes, rows, columns, names)]
+        grid = [np.broadcast_to(array, found.shape)[outside] for array in (sizes, rows, columns, keys)]
         found[outside] = _walked(found[outside], *grid)
     return found.astype(np.int64)
 
 
-def _walked(places: Floats, sizes: Floats, rows: Floats, columns: Floats, names: Bits32) -> Floats:
+def _walked(places: Floats, sizes: Floats, rows: Floats, columns: Floats, keys: Bits32) -> Floats:
     """Permute places past the end again, until they are inside."""
     out = np.arange(len(places))
     for _ in range(MAX_WALKS):
-        places[out] = _feistel(places[out], rows[out], columns[out], names[out])
+        places[out] = _feistel(places[out], rows[out], columns[out], keys[out])
         out = out[places[out] >= sizes[out]]
         if not len(out):
             break
     return places % sizes
 
 
-def _feistel(places: Floats, rows: Floats, columns: Floats, names: Bits32) -> Floats:
+def _feistel(places: Floats, rows: Floats, columns: Floats, keys: Bits32) -> Floats:
     """Permute the cells of grids. Places are whole float64 numbers: their division is exact, and far faster."""
     left = np.floor(places / columns)
     right = places - left * columns
     for turn in range(FEISTEL_ROUNDS):
         fixed, moved, length = (left, right, columns) if turn % 2 else (right, left, rows)
-        salt = _mix_(names ^ np.uint32(turn * 0x632BE5AB & MASK))
+        salt = _mix_(keys ^ np.uint32(turn * 0x632BE5AB & MASK))
         moved = moved + _mix_(fixed.astype(np.uint32) * np.uint32(0x9E3779B1) + salt)
         whole = moved / length
         moved -= np.multiply(np.floor(whole, out=whole), length, out=whole)

@@ -1,7 +1,8 @@
-"""Clients that pass through all their samples: those with equally many together, as they take equal steps.
+"""Rounds in which each client passes through all of its samples.
 
-So every computation has clients of one size, and no method needs to know about the others. On a GPU the sizes are
-computed side by side, and a round with the same sizes again is replayed as one graph: a few clients do not fill a GPU.
+Clients with the same number of samples are computed together, because they take the same number of steps; no method
+needs to know about other sizes. A few clients do not fill a GPU, so there the sizes are computed side by side, and the
+whole round is one graph. It is replayed as long as clients of the same sizes take part, in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 Round = Callable[..., tuple[State, ...]]
 
-MOST_STEPS = 20_000
-"""A round with more steps, those of all sizes together, is not recorded: its graph would take gigabytes."""
+MOST_MINIBATCHES = 20_000
+"""A round with more minibatches, those of all sizes together, is not recorded: its graph would take gigabytes."""
 
 
 class BySize:
@@ -35,9 +36,9 @@ class BySize:
         self._rounds = Latest()
 
     def of(self, size: int, *, alike: bool = True) -> "Runner":
-        """Return the runner of clients that pass through so many training samples; ``alike``: all clients do.
+        """Return the runner of clients with so many training samples; ``alike``: all clients of the federation have.
 
-        Otherwise its rounds are not recorded, only those of all sizes together.
+        If not, this runner records no graph: the graph is that of the whole round.
         """
         if (size, alike) not in self._runners:
             own = self._runner
@@ -51,7 +52,8 @@ class BySize:
         own = self._runner
         every = own.sizes(int(turn.round))
         sizes, alike = every[turn.clients.cpu()].tolist(), bool((every == every[:1]).all())
-        if turn.clients.is_cuda and own.kind == "batched" and own.graphs and not alike:
+        fit = len(sizes) <= (own.chunk or own.fitting)  # in memory, all sizes at the same time
+        if turn.clients.is_cuda and own.kind == "batched" and own.graphs and fit and not alike:
             compute = self._rounds.of(tuple(sizes), lambda: self._on_streams(sizes))
             return Updates(*compute(server, private, as_state(turn)))
         groups, back = in_groups([sizes], turn.clients.device)
@@ -80,21 +82,21 @@ class BySize:
         return self.recorded(computed, groups)
 
     def recorded(
-        self, function: Callable[..., tuple[State, ...]], groups: "Groups"
+        self, function: Callable[..., tuple[State, ...]], groups: "SizeGroups"
     ) -> Callable[..., tuple[State, ...]]:
-        """Return the function of a round as one graph, or as it is if it takes too many steps."""
-        steps = sum(self.of(size, alike=False).algorithm.draws for size, _ in groups)
-        return Graphed(function) if self._runner.graphs and steps <= MOST_STEPS else function
+        """Return the function of a round as one graph, or as it is if that graph would be too large."""
+        minibatches = sum(self.of(size, alike=False).algorithm.draws for size, _ in groups)
+        return Graphed(function) if self._runner.graphs and minibatches <= MOST_MINIBATCHES else function
 
 
-Groups = list[tuple[int, list[tuple[int, Tensor]]]]
+SizeGroups = list[tuple[int, list[tuple[int, Tensor]]]]
 """By size: which runs have such clients, and their places among the run's clients."""
 
 
-def in_groups(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Groups, Tensor]:
-    """Return the clients of several runs by size, and what brings results in that order back to run after run."""
+def in_groups(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[SizeGroups, Tensor]:
+    """Return the clients of several runs by size, and the index that restores the order of runs and clients."""
     begins = [sum(map(len, sizes[:n])) for n in range(len(sizes))]
-    groups: Groups = []
+    groups: SizeGroups = []
     for size in sorted({size for own in sizes for size in own}):
         places = [(n, torch.tensor([row for row, one in enumerate(own) if one == size])) for n, own in enumerate(sizes)]
         groups.append((size, [(n, rows) for n, rows in places if len(rows)]))

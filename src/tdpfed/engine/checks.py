@@ -284,18 +284,21 @@ def check_finite(updates: Updates, turn: Turn, algorithm: Algorithm, attack: Att
 
 @contextmanager
 def finite(updates: Updates | None, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> Iterator[None]:
-    """Check updates as :func:`check_finite` before the block, on a GPU after it: the block need not wait for them."""
+    """Check updates as :func:`check_finite` before the block; on a GPU after it, so that it need not wait."""
     flags = torch.ones(0, dtype=torch.bool) if updates is None else updates.metrics[FINITE]
-    try:
-        if not flags.is_cuda:
-            _check(flags, turn, algorithm, attack)
+    if not flags.is_cuda:
+        _check(flags, turn, algorithm, attack)
         yield
-    finally:
-        if flags.is_cuda:  # also if the block failed: its error may come from values that are not finite
-            _check(flags.cpu(), turn, algorithm, attack)
+        return
+    try:
+        yield
+    except Exception:  # it may come from values that are not finite
+        _check(flags.cpu(), turn, algorithm, attack)
+        raise
+    _check(flags.cpu(), turn, algorithm, attack)
 
 
-def _check(finite: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
-    if not bool(finite.all()):
+def _check(flags: Tensor, turn: Turn, algorithm: Algorithm, attack: Attack | None) -> None:
+    if not bool(flags.all()):
         hint = f", or use a [robust] rule that withstands robust.attack {attack.kind!r}" if attack else ""
-        raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[~finite][0]), hint)
+        raise diverged(algorithm, int(turn.round), int(turn.clients.cpu()[~flags][0]), hint)

@@ -248,7 +248,7 @@ class Simulation:
         return self.store.rows(clients, tuple(own_entries(self.store.start)))
 
     def _delivered(self, updates: Updates | None, turn: Turn, reported: Tensor, kept: State) -> Delivered:
-        """Return what comes of the uploads of those of the turn's clients that the mask ``reported`` names."""
+        """Return the accepted uploads, their senders and the refusals; the mask ``reported`` says who uploads."""
         if updates is None or not bool(reported.any()):
             return Delivered(*self.server_round.no_uploads(self.server, turn), kept, [])
         path = Delivery(self.uplink, self.downlink, self.server_round, self.server, self.broadcast.known)

@@ -9,15 +9,16 @@ from torch import Tensor
 from tdpfed.core.state import Turn
 
 DRAWN_AT_ONCE = 1 << 16
-"""About as many samples are drawn at once ..."""
+"""About as many samples are drawn in one call."""
 
 MOST_ROUNDS = 8
-"""... but of no more rounds than this."""
+"""The largest number of rounds that are drawn in one call."""
 
 
 class Ahead:
-    """What ``draw`` returns for a turn, ``(K, ...)``; if the same clients take part again, for some rounds ahead.
+    """Caches ``draw``, which returns the draws ``(K, ...)`` of a turn.
 
+    When the same clients train again, several rounds are drawn in one call.
     The draws must be those of :mod:`tdpfed.core.draws`, where rounds can be drawn together.
     """
 

@@ -15,8 +15,8 @@ from tdpfed.core.state import State
 
 States = tuple[State, ...]
 
-KEYS = 2
-"""Maximum number of functions of different keys."""
+MAX_FUNCTIONS = 2
+"""Maximum number of functions that :class:`Latest` keeps."""
 
 RECORDINGS = 4
 """Maximum number of recorded graphs, one per kind of input; each keeps the memory of its intermediates."""
@@ -85,7 +85,7 @@ class Graphed:
 
 
 class Latest:
-    """Functions by a key; the latest few are kept, with what they have recorded."""
+    """The most recently used functions by key, with their graphs."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[object, Callable[..., States]] = OrderedDict()
@@ -95,6 +95,6 @@ class Latest:
         if key not in self._known:
             self._known[key] = make()
         self._known.move_to_end(key)
-        while len(self._known) > KEYS:
+        while len(self._known) > MAX_FUNCTIONS:
             self._known.popitem(last=False)
         return self._known[key]

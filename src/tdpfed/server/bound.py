@@ -53,7 +53,7 @@ def _quick_norms(rows: Tensor) -> list[float] | None:
 
 
 def all_allowed(norms: Sequence[float], bound: float | Literal["off"]) -> bool:
-    """Whether all norms are accepted, whatever that of the unchanged contribution, which takes time to compute."""
+    """Whether all norms are accepted for any norm of the unchanged contribution, so that it need not be computed."""
     return all(map(math.isfinite, norms)) and max(norms, default=0.0) <= _longest(norms, 0.0, bound)
 
 
