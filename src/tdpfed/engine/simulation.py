@@ -219,7 +219,8 @@ class Simulation:
             if not self.server_round.enough(count):
                 return False, count
             self.server_round.watch(self.ledger, self.round + 1, count, found.refused)
-            samples = self.uplink.declared(self.federation.train_size)[found.senders.clients]
+            samples, senders = self.uplink.declared(self.federation.train_size), found.senders.clients
+            samples = samples if senders is self._everybody else samples[senders]
             server = self.server_round.aggregate(self.server, found.uploads, samples, found.senders)
             server |= self.downlink.received(self.broadcast.memory, turn.clients, self.round + 1)
         if updates is not None:

@@ -94,11 +94,13 @@ def average_for(rule: Rule, center: Tensor) -> VectorAverage:
 def weighted_mean(uploads: Tensor, weights: Tensor) -> Tensor:
     """Return the mean of ``uploads`` over clients, each counted by its share of ``weights``."""
     total = weights.sum(0)
-    if not bool(total if weights.ndim == 1 else total.any()):
-        raise TDPFedError(f"weights: the sum over {len(weights)} clients is 0, must be above 0")
     if weights.ndim == 1:
-        return (weights / total).to(uploads.dtype) @ uploads
-    return (weights / torch.where(total > 0, total, 1)).to(uploads.dtype).mul_(uploads).sum(0)
+        mean = (weights / total).to(uploads.dtype) @ uploads
+    else:
+        mean = (weights / torch.where(total > 0, total, 1)).to(uploads.dtype).mul_(uploads).sum(0)
+    if not bool(total if weights.ndim == 1 else total.any()):  # asked last: a GPU computes meanwhile
+        raise TDPFedError(f"weights: the sum over {len(weights)} clients is 0, must be above 0")
+    return mean
 
 
 def median(uploads: Tensor, weights: Tensor) -> Tensor:
