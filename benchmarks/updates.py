@@ -11,7 +11,7 @@ import argparse
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,13 @@ FACTORS = ("FedAvg, 8 terms", "FedAvg, 4 terms", "FedAvg, 2 terms", "FedAvg, 1 t
 EQUAL = 5e-5
 """Accuracies that differ by less are equal: they are shown in percent with two digits."""
 
-RIVALS = {"FedAvg, 4 terms": ("FedAvg, top-k like 4 terms", "FedAvg, int8", "FedAvg, int4")}
+ABOUT = 1.05
+"""Bytes up to so many times others are about equal."""
+
+RIVALS = {
+    "FedAvg, 4 terms": ("FedAvg, top-k like 4 terms", "FedAvg, int8", "FedAvg, int4"),
+    "FedAvg, 1 term": ("FedAvg, top-k like 1 term", "FedAvg, int8", "FedAvg, int4"),
+}
 """What a form is compared with at equal bytes."""
 
 
@@ -94,33 +100,40 @@ def table(groups: Groups) -> list[str]:
 
 
 def equal_bytes(finished: Finished) -> list[str]:
-    """Return a table of accuracies when as many bytes are uploaded as rank-one terms take in all rounds."""
+    """Return tables of accuracies when as many bytes are uploaded as a form of rank-one terms takes in all rounds."""
     lines: list[str] = []
     for ours, rivals in RIVALS.items():
         names = [name.partition(", ")[2] for name in (ours, *rivals)]
         lines += [f"| personalized % | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
         places: dict[str, list[str]] = {"the best": [], "equal to the best": [], "not the best": []}
         for setting, groups in finished.items():
+            if ours not in groups:
+                continue
             limit, own = (mean(groups[ours], key) for key in ("uplink_bytes", "personalized_accuracy"))
-            others = [at_bytes(groups[name], limit) if name in groups else (-math.inf, 0.0) for name in rivals]
-            best = max(own, *(accuracy for accuracy, _ in others))
-            cells = [f"{100 * own:.2f}"] + [
-                f"{100 * accuracy:.2f}" + (f" ({sent / limit:.0f}x the bytes)" if sent > 1.05 * limit else "")
-                for accuracy, sent in others
-            ]
-            cells = ["-" if cell == "-inf" else cell for cell in cells]
-            bold = [accuracy > best - EQUAL for accuracy in (own, *(accuracy for accuracy, _ in others))]
-            cells = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, bold, strict=True)]
-            lines.append(f"| {setting} | {' | '.join(cells)} |")
-            tied = any(accuracy > own - EQUAL and sent <= 1.05 * limit for accuracy, sent in others)
-            places["not the best" if own < best - EQUAL else "equal to the best" if tied else "the best"].append(
-                setting
-            )
+            others = [at_bytes(groups[name], limit) if name in groups else None for name in rivals]
+            compared = [own, *(one[0] for one in others if one is not None and one[1] <= ABOUT * limit)]
+            ahead = max(compared) > own + EQUAL
+            tied = sum(accuracy > own - EQUAL for accuracy in compared) > 1
+            places["not the best" if ahead else "equal to the best" if tied else "the best"].append(setting)
+            lines.append(f"| {setting} | {' | '.join(_cells(own, others, limit, max(compared)))} |")
         told = [f"{place} in {len(found)}" for place, found in places.items() if found]
-        compared = sum(map(len, places.values()))
-        lines += ["", f"Of {compared} settings, {names[0]} is {', '.join(told)}. What is equal only with more bytes is"]
-        lines[-1] += " not counted as equal."
+        lines += ["", f"Of {sum(map(len, places.values()))} settings, {names[0]} is {', '.join(told)}.", ""]
     return lines
+
+
+def _cells(own: float, others: Sequence[tuple[float, float] | None], limit: float, best: float) -> list[str]:
+    cells = []
+    for one in ((own, limit), *others):
+        if one is None:
+            cells.append("-")
+            continue
+        accuracy, sent = one
+        text = f"{100 * accuracy:.2f}"
+        if sent > ABOUT * limit:
+            cells.append(f"{text} ({sent / limit:.0f}x the bytes)")
+        else:
+            cells.append(f"**{text}**" if accuracy > best - EQUAL else text)
+    return cells
 
 
 def draw(groups: Groups, title: str, path: Path) -> None:
