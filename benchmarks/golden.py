@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src", help="src folder of tdpfed")
     parser.add_argument("--data-root", type=Path, default=None, help="folder of MNIST")
     parser.add_argument("--only", default="", help="runs whose names contain this")
-    parser.add_argument(
-        "--skip", default="", help="no runs whose names contain this, which a package may be missing for"
-    )
+    parser.add_argument("--skip", default="", help="leave out runs whose names contain this")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--within", type=float, default=0.0, help="relative difference that is allowed")

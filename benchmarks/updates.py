@@ -118,7 +118,7 @@ def equal_bytes(finished: Finished) -> list[str]:
             lines.append(f"| {setting} | {' | '.join(_cells(own, others, limit, max(compared)))} |")
         told = [f"{place} in {len(found)}" for place, found in places.items() if found]
         lines += ["", f"Of {sum(map(len, places.values()))} settings, {names[0]} is {', '.join(told)}.", ""]
-    return lines
+    return lines[:-1]
 
 
 def _cells(own: float, others: Sequence[tuple[float, float] | None], limit: float, best: float) -> list[str]:

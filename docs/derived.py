@@ -154,6 +154,23 @@ def traffic(sources: Sources, setting: str, method: str) -> float:
     return float(dense / ours)
 
 
+def compared(sources: Sources, ours: str, other: str, outcome: str) -> float:
+    """Return in how many settings a form of upload is ``more`` or ``less`` accurate than another, or ``equal``.
+
+    Accuracies are equal if they are as printed, in percent with two digits. Both forms must upload about as many bytes.
+    """
+    outcomes = []
+    for setting, forms in sources.tree("updates").items():
+        if ours not in forms or other not in forms:
+            continue
+        sent = [forms[one]["uplink_bytes"]["mean"] for one in (ours, other)]
+        if max(sent) > 1.05 * min(sent):
+            raise FigureError(f"{setting}: {ours} and {other} upload different numbers of bytes")
+        gap = forms[ours]["personalized_accuracy"]["mean"] - forms[other]["personalized_accuracy"]["mean"]
+        outcomes.append("equal" if abs(gap) < 0.005 else "more" if gap > 0 else "less")
+    return float(outcomes.count(outcome) if outcome != "all" else len(outcomes))
+
+
 TERMS = ("8 terms", "4 terms", "2 terms", "1 term")
 """Forms of FedAvg's uploads in the tables of factored updates."""
 
@@ -259,5 +276,5 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "clients": clients, "within": within, "in-turn-gain": in_turn_gain, "loss": loss, "speed": speed,
     "gpu-rounds": gpu_rounds, "trials": trials, "fewer-bytes": fewer_bytes, "cost-of-x4": cost_of_x4,
     "smaller": smaller, "demo-upload": demo_upload,
-    "traffic": traffic, "updates-glance": updates_glance, "updates-sizes": updates_sizes,
+    "traffic": traffic, "compared": compared, "updates-glance": updates_glance, "updates-sizes": updates_sizes,
 }  # fmt: skip

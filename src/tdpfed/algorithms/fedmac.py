@@ -49,9 +49,9 @@ class FedMac(FedAvg):
         theta, step = w.clone(), within_float32(2 * self.eta_p * self.gamma)
         for batch in local.batches():
             pull = self.lam * w - self.gamma
-            for _ in range(self.s):  # in place: new memory in every step would take longer than the gradients
+            for _ in range(self.s):
                 g, loss = local.gradient(theta, batch)
-                slope = logistic(theta, -2 / self.rho)  # tanh(x) = 1 - 2 / (1 + exp(2x)), in a quarter of the time
+                slope = logistic(theta, -2 / self.rho)  # tanh(x) = 1 - 2 / (1 + exp(2x))
                 theta.sub_(g.sub_(pull), alpha=self.eta_p).add_(slope, alpha=step)
             w = self._boxed(towards(w, theta, self.eta * self.lam))  # w - eta lam (w - theta)
         return {"theta": theta}, {"w": w}, {"loss": loss}
